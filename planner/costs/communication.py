@@ -173,9 +173,13 @@ class HostCopies:
         return moved / self.host_link_bytes_per_s + self.tensors * COPY_LAUNCH_S
 
 
-def cache_tensors(kv_bits: int, layers: int) -> int:
-    """Tensors that hold a request's keys and values in so many layers; codes come with scales."""
-    return (2 if kv_bits == FULL_BITS else 4) * layers
+def cache_tensors(kv_bits: int, layers: Sequence[ModelShape]) -> int:
+    """Tensors that hold what a request keeps in these layers: keys and values, of latents one for
+    both, codes with scales; constant states of all layers lie in two.
+    """
+    held = sum((2 if each.latent is None else 1) * (each.kv_width > 0) for each in layers)
+    states = 2 * any(each.delta is not None for each in layers)
+    return held * (1 if kv_bits == FULL_BITS else 2) + states
 
 
 def park_tokens_from(copies: Sequence[HostCopies], compute_s: Sequence[FloatArray]) -> int:

@@ -175,8 +175,10 @@ def _layer_peak(work: StageWork, processor: Processor | None) -> int:
         return max(mlp, *mixers)
     prefill = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens, True)
     decode = _attention_bytes(work, work.decode_requests, _decode_keys(work, processor), False)
+    if not _reads_ranges(work, processor):  # else nothing is masked
+        prefill += bias_bytes(shape, work.workload.prompt_length, element)
     return max(
-        prefill + bias_bytes(shape, work.workload.prompt_length, element),
+        prefill,
         decode + _decode_index_bytes(work) + _split_bytes(work),
         mlp,
     )
@@ -189,10 +191,12 @@ def _decode_keys(work: StageWork, processor: Processor | None) -> int:
     """
     shape, longest = work.shape, work.workload.total_length
     longest = min(longest, work.workload.room(shape.sliding_window) or longest)
-    copied = work.decode_requests * longest
-    if processor is not None and reads_ranges(processor, work.dtype, shape.head_dim):
-        copied = longest
+    copied = longest if _reads_ranges(work, processor) else work.decode_requests * longest
     return min(copied, work.workload.kv_tokens)
+
+
+def _reads_ranges(work: StageWork, processor: Processor | None) -> bool:
+    return processor is not None and reads_ranges(processor, work.dtype, work.shape.head_dim)
 
 
 def _split_bytes(work: StageWork) -> int:

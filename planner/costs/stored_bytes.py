@@ -7,6 +7,7 @@ from functools import cache
 
 from planner.cluster.device import Device
 from planner.costs.temporaries import KV_SCALE_BYTES
+from planner.model.families import layer_factors
 from planner.model.shape import ModelShape
 from planner.workload import Workload
 from quant.backends.table import rule_for
@@ -31,7 +32,8 @@ def layer_weight_bytes(
     exact = 0 if shape.delta is None else shape.delta.exact_parameters
     exact += 0 if shape.experts is None else shape.experts.exact_parameters
     wider = exact * (_FLOAT32_BYTES - DTYPE_BYTES[dtype])
-    return packed + order + shape.layer_other_parameters * DTYPE_BYTES[dtype] + wider
+    others = shape.layer_other_parameters + layer_factors(shape.model_type)
+    return packed + order + others * DTYPE_BYTES[dtype] + wider
 
 
 def model_weight_bytes(shape: ModelShape, bits: int, device: Device, dtype: str) -> int:

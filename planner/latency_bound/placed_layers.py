@@ -165,10 +165,11 @@ def _copies(placement: PlacedLayers) -> StageCopies:
     costs, copies = placement.costs, []
     for j, device in enumerate(placement.devices):
         token_bytes, state_bytes = kept_bytes(costs, device, placement.kinds(j))
+        own = [costs.shape.kind_shapes[kind] for kind in placement.kinds(j)]
         copies.append(
             HostCopies(
                 token_bytes / device.degree,
-                cache_tensors(costs.kv_bits, len(placement.kinds(j))),
+                cache_tensors(costs.kv_bits, own),
                 device.host_link_bytes_per_s,
                 state_bytes / device.degree,
             )

@@ -220,6 +220,11 @@ def has_own_layers(model_type: str) -> bool:
     return FAMILIES[model_type].own_layers
 
 
+def layer_factors(model_type: str) -> int:
+    """How many numbers a layer of this type has that multiply what comes out of it."""
+    return int(FAMILIES[model_type].architecture.layer_factor is not None)
+
+
 def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted(FAMILIES))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from planner.cluster.described import entry_of
 from planner.cluster.device import Device
 from planner.cluster.groups import ungrouped
+from planner.costs.communication import cache_tensors
 from planner.costs.hosting import host_bytes, host_threads
 from planner.costs.memory import StageEnds, fixed_stage_memory, memory_with_layers, state_bytes
 from planner.costs.model import CostModel
@@ -212,6 +213,7 @@ def _stages(
                 hosted_experts=hosted,
                 streams_from=_streams_from(costs, device, hosted, chosen),
                 host_bytes=host_bytes(work.shape, layers, mine, dtype),
+                cache_tensors=cache_tensors(costs.kv_bits, [work.shape.layer(i) for i in layers]),
             )
         )
     return tuple(stages)

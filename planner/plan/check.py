@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from operator import attrgetter
 
 from planner.cluster.device import Device
+from planner.costs.communication import cache_tensors
 from planner.costs.hosting import host_bytes, host_memories
 from planner.costs.memory import (
     StageEnds,
@@ -168,6 +169,9 @@ def _fields_of(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> Iterator[
         yield f"stages.{stage.index}.memory.{part}", found, getattr(computed, part), why
     states = state_bytes(work, stage.layers)
     yield f"stages.{stage.index}.state_bytes", stage.state_bytes, states, "its layers"
+    if stage.cache_tensors:
+        tensors = cache_tensors(plan.kv_bits, [shape.layer(i) for i in stage.layers])
+        yield f"stages.{stage.index}.cache_tensors", stage.cache_tensors, tensors, "its layers"
 
 
 def _stage_work(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> StageWork:

@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
-from planner.costs.communication import HostCopies, cache_tensors, handover_terms, park_tokens_from
+from planner.costs.communication import HostCopies, handover_terms, park_tokens_from
 from planner.costs.stored_bytes import kept_of_requests
 from planner.lengths import FloatArray
 from planner.model.shape import ModelShape
@@ -76,7 +76,7 @@ def host_copies(plan: PlanSpec) -> list[HostCopies]:
     return [
         HostCopies(
             _token_bytes(plan, stage),
-            cache_tensors(plan.kv_bits, len(stage.layers)),
+            stage.cache_tensors or 2 * len(stage.layers),  # which older files do not say
             devices.get(stage.device, stage.kind).host_link_bytes_per_s,
             stage.state_bytes,
         )

@@ -46,7 +46,10 @@ from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED
 Role = Literal["both", "prefill", "decode"]
 
 _WHERE_SET = frozenset(
-    {"state_bytes", "expert_bitwidths", "hosted_experts", "streams_from", "host_bytes"}
+    {
+        *("state_bytes", "expert_bitwidths", "hosted_experts", "streams_from", "host_bytes"),
+        "cache_tensors",
+    }
 )
 """Fields of a stage that files have where they say something, so that those of others are as they
 were."""
@@ -71,7 +74,7 @@ class StagePlan:
     cache are a request's, whatever its length. `expert_bitwidths`: bits of the experts of each
     layer, where these are others; `hosted_experts`: layers whose experts lie in the memory of the
     device's host, `host_bytes` in all, from where they stream to the device for passes of
-    `streams_from` tokens (null: never).
+    `streams_from` tokens (null: never). `cache_tensors` hold what a request keeps there.
     """
 
     index: int
@@ -103,6 +106,7 @@ class StagePlan:
     hosted_experts: tuple[int, ...] = ()
     streams_from: Annotated[int, Field(ge=1)] | None = None
     host_bytes: Bytes = 0
+    cache_tensors: Annotated[int, Field(ge=0)] = 0
 
     @model_serializer(mode="wrap")
     def _content(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:

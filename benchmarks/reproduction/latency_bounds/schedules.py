@@ -376,7 +376,7 @@ def _copies(pipeline: Pipeline) -> StageCopies:
     for device, (start, stop) in counted:
         layers, shape = stop - start, costs.shape_on(device)
         token_bytes = layers * kv_token_bytes(shape, BITS, costs.dtype(device))
-        tensors = cache_tensors(BITS, layers)
+        tensors = cache_tensors(BITS, [shape] * layers)
         copies.append(HostCopies(token_bytes, tensors, device.host_link_bytes_per_s))
     return StageCopies.of(copies)
 
