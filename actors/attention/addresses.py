@@ -214,14 +214,16 @@ class Addresses:
     @cached_property
     def token_slots(self) -> Tensor:
         """Token slot of every new token, int32 `[sum(counts)]`."""
-        return on_device(self.device, self._numbers[1])[0]
+        return on_device(self.device, self._slots.astype(np.int32))[0]
+
+    @property
+    def _slots(self) -> TokenIds:
+        return self.batch.positions + np.repeat(self.batch.begins, self.batch.counts)
 
     @property
     def _numbers(self) -> tuple[TokenNumbers, TokenNumbers]:
         """Positions and token slots of the new tokens."""
-        positions = self.batch.positions
-        slots = positions + np.repeat(self.batch.begins, self.batch.counts)
-        return positions.astype(np.int32), slots.astype(np.int32)
+        return self.batch.positions.astype(np.int32), self._slots.astype(np.int32)
 
     def _tables(self, group: int) -> tuple[TokenNumbers, TokenNumbers]:
         batch, rows = self.batch, self.tile_rows(group)
@@ -238,8 +240,7 @@ class Addresses:
         """Rows of the new tokens that are in no block, and their token slots; None: there are
         none.
         """
-        batch = self.batch
-        slots = batch.positions + np.repeat(batch.begins, batch.counts)
+        slots = self._slots
         if not self.blocks:
             return slice(None), on_device(self.device, slots)[0]
         left = np.ones(len(slots), dtype=np.bool_)

@@ -50,26 +50,24 @@ def has_matrix_tiles() -> bool:
 def attend_fresh(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention of one prompt.
 
-    `query` `[heads, tokens, head_dim]`, `key` and `value` `[kv_heads, tokens, head_dim]`, 16-bit
-    types; returns the query's shape and type.
+    `query` `[heads, tokens, head_dim]`, `key` and `value` `[kv_heads, tokens, ...]`, 16-bit types;
+    returns `[heads, tokens, ...]` in the query's type, as wide as values.
     """
     heads, tokens, head_dim = query.shape
-    kv_heads = key.shape[0]
+    kv_heads, _, width = value.shape
     group = heads // kv_heads
     asked = (query.float() * scale).view(kv_heads, group, tokens, head_dim)
     keys = key.float().transpose(1, 2).contiguous()
     values = value.contiguous()
-    out = torch.empty(kv_heads, group, tokens, head_dim, dtype=query.dtype)
+    out = torch.empty(kv_heads, group, tokens, width, dtype=query.dtype)
     for first in range(0, tokens, QUERIES_AT_ONCE):
         end = min(first + QUERIES_AT_ONCE, tokens)
         rows = asked[:, :, first:end].reshape(kv_heads, -1, head_dim)
         scores = torch.bmm(rows, keys[:, :, :end]).view(kv_heads, group, end - first, end)
         scores[..., first:] += _later(end - first)
         shares = scores.softmax(-1).to(value.dtype).view(kv_heads, -1, end)
-        out[:, :, first:end] = torch.bmm(shares, values[:, :end]).view(
-            kv_heads, group, -1, head_dim
-        )
-    return out.view(heads, tokens, head_dim)
+        out[:, :, first:end] = torch.bmm(shares, values[:, :end]).view(kv_heads, group, -1, width)
+    return out.view(heads, tokens, width)
 
 
 @lru_cache(maxsize=QUERIES_AT_ONCE)
@@ -124,11 +122,12 @@ def attend_in_place(
     heads = query.shape[1]
     slopes = torch.zeros(heads) if scoring.alibi_slopes is None else scoring.alibi_slopes.float()
     sinks = torch.full((heads,), _NO_SINK) if scoring.sinks is None else scoring.sinks.float()
-    out = np.empty(query.shape, np.float32)
+    asked = keys.asked_in_codes(query) * scoring.scale
+    out = np.empty(query.shape, np.float32)  # the last ones of no use, where codes are of latents
     compiled = _kernel(keys.numbers.dtype, torch.get_num_threads() > 1)
     with torch_threads():
         compiled(
-            (query.float() * scoring.scale).contiguous().numpy(),
+            asked.contiguous().numpy(),
             keys.arrays,
             values.arrays,
             (np.ascontiguousarray(batch.begins), np.maximum(starts, 0), lengths),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from actors.attention.cpu import (
     can_attend,
     prefers_blocks,
 )
-from actors.attention.cuda import range_attention
+from actors.attention.cuda import RangeAttention, range_attention
+from actors.attention.head_products import HeadProducts
 from actors.attention.layouts import Part
 from actors.attention.layouts import RaggedContext as RaggedContext
 from actors.attention.stored import Stored
@@ -38,19 +39,21 @@ RAGGED_ATTENTION = "llmpq_ragged"
 class NewTokens:
     """A layer's projections of the micro-batch's new tokens.
 
-    `query`: `[tokens, heads, head_dim]`; `key`, `value`: `[tokens, kv_heads, head_dim]`.
+    `query`: `[tokens, heads, head_dim]`; `key`, `value`: `[tokens, kv_heads, head_dim]`, of latents
+    these and the `products` that make keys and values of them.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
+    products: HeadProducts | None = field(default=None, kw_only=True)
 
 
 def attend(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring) -> Tensor:
     """Store the new keys and values, then attend causally within each request.
 
-    Returns `[tokens, heads, head_dim]`; rows of `new` beyond the tokens of the context are nobody's
-    and get zeros.
+    Returns `[tokens, heads, head_dim]`, of latents the width of values; rows of `new` beyond the
+    tokens of the context are nobody's and get zeros.
     """
     own, where = int(context.where.batch.counts.sum()), context.layout(layer).where
     with context.timer or nullcontext():
@@ -73,8 +76,7 @@ def with_rows(tensor: Tensor, rows: int) -> Tensor:
 
 def attend_stored(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring) -> Tensor:
     """Attend causally within each request, whose new keys and values are written to where the
-    context has them `held`; queries are as `Stored.asked` makes them. Returns `[tokens, heads,
-    head_dim]`.
+    context has them `held`; queries are as `Stored.asked` makes them. Returns what `attend` does.
     """
     layout, held, written = context.layout(layer), context.cache.of_layer(layer), None
     if layout.window is not None:
@@ -94,7 +96,8 @@ def attend_stored(context: RaggedContext, layer: int, new: NewTokens, scoring: S
 
     if len(layout.parts) == 1:
         return attended(layout.parts[0])
-    out = torch.empty_like(new.query)
+    width = new.query.shape[-1] if new.products is None else new.products.widths[1]
+    out = new.query.new_empty(*new.query.shape[:2], width)
     for part in layout.parts:
         out[part.tokens] = attended(part)
     return out
@@ -102,29 +105,51 @@ def attend_stored(context: RaggedContext, layer: int, new: NewTokens, scoring: S
 
 def _attend(part: Part, new: NewTokens, keys: Stored, values: Stored, scoring: Scoring) -> Tensor:
     """Attention of `part`, `[tokens of the part, heads, head_dim]`; all keys are stored."""
-    where = part.where
-    scoring = scoring.within(where.longest)
-    own_kernels = range_attention(
-        new.query.shape[-1], new.query.dtype, keys.scales is not None, new.query.device
-    )
-    plain_prompts = part.kind == "prompts" and scoring.is_plain and scoring.sinks is None
-    if own_kernels is not None and not plain_prompts:
-        return own_kernels.attend(new.query[part.tokens], where, scoring, (keys, values))
-    if part.kind == "decode":
-        query = new.query[part.tokens]
-        if can_attend(keys.numbers):
-            return attend_in_place(query, where.batch, scoring, keys, values)
-        return _decode(where, query, keys, values, scoring)
-    if part.kind == "chunks" or not scoring.is_plain:
-        return _each_request(where.batch, new.query[part.tokens], keys, values, scoring)
+    scoring = scoring.within(part.where.longest)
+    is_left = scoring.sinks is None or _own_kernels(new.query, keys) is None
+    if part.kind == "prompts" and scoring.is_plain and is_left:
+        return _attend_prompts(part, new, keys, values, scoring)
+    query = new.query[part.tokens]
+    if new.products is not None:
+        query = new.products.of_queries(query)
+    found = _attend_ranges(part, query, keys, values, scoring)
+    return found if new.products is None else new.products.of_results(found)
+
+
+def _attend_prompts(
+    part: Part, new: NewTokens, keys: Stored, values: Stored, scoring: Scoring
+) -> Tensor:
+    """Attention of whole prompts whose scores are those of products."""
     query = part.by_request(new.query)
-    if keys.scales is None and where.in_place is None:  # as they come, rather than by a copy
+    if keys.scales is None and part.where.in_place is None:  # as they come, rather than by a copy
         key = part.by_request(new.key)
         value = key if new.value is new.key else part.by_request(new.value)
     else:
-        key, value = _read(keys, values, where.read, query.dtype)
+        key, value = _read(keys, values, part.where.read, query.dtype)
+    if new.products is not None:
+        key, value = new.products.expanded(key)
     out = _attention(query, key, value, scoring, is_causal=True)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_ranges(
+    part: Part, query: Tensor, keys: Stored, values: Stored, scoring: Scoring
+) -> Tensor:
+    where, own_kernels = part.where, _own_kernels(query, keys)
+    if own_kernels is not None:
+        return own_kernels.attend(query, where, scoring, (keys, values))
+    if part.kind != "decode":
+        return _each_request(where.batch, query, keys, values, scoring)
+    if can_attend(keys.numbers):
+        return attend_in_place(query, where.batch, scoring, keys, values)
+    return _decode(where, query, keys, values, scoring)
+
+
+def _own_kernels(query: Tensor, keys: Stored) -> RangeAttention | None:
+    width = query.shape[-1]
+    if width != keys.numbers.shape[-1]:  # codes of latents, which are more
+        return None
+    return range_attention(width, query.dtype, keys.scales is not None, query.device)
 
 
 def _attention(
@@ -138,9 +163,9 @@ def _attention(
     """Scaled dot product of `[requests, heads, tokens, head_dim]` with grouped keys and values, of
     whose `scoring` `attn_mask` says what a mask can.
 
-    On CUDA only the flash kernel knows grouped heads, and it takes neither masks nor GPUs below
-    8.0; the fallback would write out all scores in float32, so the heads are repeated for it
-    instead.
+    On CPUs the flash kernel takes values as wide as keys alone. On CUDA only that kernel knows
+    grouped heads, and it takes neither masks nor GPUs below 8.0; the fallback would write out all
+    scores in float32, so the heads are repeated for it instead.
     """
     if scoring.sinks is not None:
         sinks = scoring.sinks.unsqueeze(-1)
@@ -157,7 +182,11 @@ def _attention(
             repeated = keys.repeat_interleave(groups, dim=1)
             values = repeated if values is keys else values.repeat_interleave(groups, dim=1)
             keys, groups = repeated, 1
-    return F.scaled_dot_product_attention(
+    width = values.shape[-1]
+    is_narrow = width < query.shape[-1] and not query.is_cuda
+    if is_narrow:
+        values = F.pad(values, (0, query.shape[-1] - width))
+    out = F.scaled_dot_product_attention(
         query,
         keys,
         values,
@@ -166,6 +195,7 @@ def _attention(
         scale=scoring.scale,
         enable_gqa=groups > 1,
     )
+    return out[..., :width] if is_narrow else out
 
 
 def _with_sinks(

@@ -76,8 +76,8 @@ def quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _COARSE = 128
-"""Steps of a latent that the coarse code of a rotated number counts: a power of two, by which
-queries are multiplied exactly, and few enough that the fine code counts what is left."""
+"""Steps of a latent that the coarse code of a rotated number counts: a power of two, so that
+products with it are exact, and few enough that the fine code counts what is left."""
 
 
 def quantized_latents(numbers: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
@@ -100,9 +100,23 @@ def quantized_latents(numbers: Tensor, rotated: int) -> tuple[Tensor, Tensor]:
 
 
 def asked_of_latents(query: Tensor, rotated: int) -> Tensor:
-    """`query` `[..., width]` for products with codes of `quantized_latents`."""
-    turned = query[..., -rotated:]
-    return torch.cat([query[..., :-rotated], _COARSE * turned, turned], -1)
+    """`query` `[..., width]` for products with codes of `quantized_latents`: in float32, as float16
+    may not hold its multiples.
+    """
+    turned = query[..., -rotated:].float()
+    return torch.cat([query[..., :-rotated].float(), _COARSE * turned, turned], -1)
+
+
+def restored_latents(codes: Tensor, scales: Tensor, rotated: int, dtype: torch.dtype) -> Tensor:
+    """The numbers `[..., width]` in `dtype` of which `quantized_latents` made codes and `scales`
+    `[..., 1]`.
+    """
+    width = codes.shape[-1] - rotated
+    plain, coarse, fine = codes.split([width - rotated, rotated, rotated], -1)
+    restored = codes.new_empty((*codes.shape[:-1], width), dtype=dtype)
+    torch.mul(plain, scales.to(dtype), out=restored[..., :-rotated])
+    restored[..., -rotated:] = (_COARSE * coarse.float() + fine) * scales.float()
+    return restored
 
 
 _NO_SCALE = np.zeros((), np.uint16)
@@ -203,15 +217,18 @@ class Stored:
         where.write(self.scales, scales)
 
     def asked(self, query: Tensor) -> Tensor:
-        """`query` `[tokens, heads, head_dim]` so that its products with what is stored are those
-        with the keys.
+        """`query` `[tokens, heads, head_dim]` so that its products with what is read are those with
+        the keys.
         """
-        if self.rotated and self.scales is not None:
-            return asked_of_latents(query, self.rotated)
         if self.factors is None:
             return query
         grouped: Tensor = query.unflatten(1, (len(self.factors), -1)) * self.factors[:, None]
         return grouped.flatten(1, 2)
+
+    def asked_in_codes(self, query: Tensor) -> Tensor:
+        """As `asked`, of what that made, in float32 and for products with the stored numbers."""
+        has_two = self.rotated > 0 and self.scales is not None
+        return asked_of_latents(query, self.rotated) if has_two else query.float()
 
     def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
         """The part that `pick` takes of a tensor `[kv_heads, tokens, ...]`.
@@ -222,4 +239,7 @@ class Stored:
         numbers = pick(self.numbers)
         if self.scales is None:
             return numbers
-        return numbers * pick(self.scales).to(dtype)[..., None]
+        scales = pick(self.scales)[..., None]
+        if self.rotated:
+            return restored_latents(numbers, scales, self.rotated, dtype)
+        return numbers * scales.to(dtype)

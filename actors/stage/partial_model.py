@@ -11,12 +11,19 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from actors.attention.addresses import Scoring
@@ -85,9 +92,15 @@ class ContextAsCache:
         return 1, 0
 
 
+def register_models() -> None:
+    """Have transformers give causal models that it has, but leaves out; safe to call again."""
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+
+
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
     """Build the causal model of `config` with all weights on the meta device, without memory."""
     register()
+    register_models()
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     model.config._attn_implementation = RAGGED_ATTENTION
@@ -261,6 +274,7 @@ _REPLACEMENTS: Mapping[str, Callable[[nn.Module], None]] = {
     "DeepseekV2Attention": replace_latent,
     "DeepseekV3Attention": replace_latent,
     "Glm4MoeLiteAttention": replace_latent,
+    "Mistral4Attention": partial(replace_latent, grows=True),
     "Qwen3NextGatedDeltaNet": replace_fused_mixer,
     "Qwen3_5GatedDeltaNet": replace_mixer,
     "Qwen3_5MoeGatedDeltaNet": replace_mixer,

@@ -163,7 +163,10 @@ class RooflineLatency(LatencyModel):
     def _attention_s(self, machine: Machine, pairs: float, tokens: int, kv_tokens: int) -> float:
         """Seconds of writing `tokens`, then of `pairs` or, if longer, of reading `kv_tokens`."""
         read_s, made_s = self._kv_s(machine, tokens, kv_tokens)
-        flops = 4 * pairs * self.shape.query_width
+        each, latent = 4 * self.shape.query_width, self.shape.latent
+        if latent is not None and kv_tokens == tokens:  # of prompts these are expanded
+            each = 2 * self.shape.heads * latent.expanded_width
+        flops = pairs * each
         products_s = machine.compute_s(flops) / ATTENTION_SHARE
         if kv_tokens != tokens and machine.reads_ranges(self.shape.head_dim):
             products_s = flops / machine.fp32_flops / _RANGE_SHARE

@@ -1,6 +1,6 @@
 """Families whose layers have experts: Mixtral, OLMoE, Granite's and gpt-oss, and those with an
 expert that all tokens ask and dense layers before the others: GLM-4.5 and 4.6, and those with
-latent attention (DeepSeek-V2 and V3, GLM-4.7-Flash).
+latent attention (DeepSeek-V2 and V3, GLM-4.7-Flash, Mistral Small 4).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from planner.model.family import (
     refuse_nulls,
     window_of,
 )
-from planner.model.gated_families import GRANITE, granite_shape
+from planner.model.gated_families import GRANITE, granite_shape, growing_scores
 from planner.model.layer_parts import LatentAttention
 from planner.model.shape import ModelShape
 
@@ -201,6 +201,20 @@ def _glm4_moe_lite(config: ConfigFile) -> ModelShape:
     return _with_experts(config, plain, [each == DENSE for each in given], groups=(1, 1))
 
 
+def _mistral4(config: ConfigFile) -> ModelShape:
+    key, entries = growing_scores(config)
+    refuse_nulls(config, "n_group", "topk_group", "num_key_value_heads")
+    plain = _latent_shape(config)
+    turning = config.size("qk_rope_head_dim")
+    width, share = turning + config.size("qk_nope_head_dim"), entries.get(_SHARE)
+    if share is not None and not (is_number(share, 0, 1) and int(width * share) == turning):
+        needed = f"{turning / width}, qk_rope_head_dim of a head of {width}, or left out"
+        raise config.refusal(f"{key}.{_SHARE}", share, needed)
+    dense = _first_dense(config, plain.layers, 0)
+    return _with_experts(config, plain, dense, (1, 1), router_bias=False)
+
+
+_SHARE = "partial_rotary_factor"
 _GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
 
 
@@ -279,10 +293,12 @@ def _latent_family(
     read_shape: Callable[[ConfigFile], ModelShape],
     flags: tuple[str, ...] = ("rope_interleave",),
     decimals: tuple[str, ...] = (),
+    share: float | None = None,
 ) -> Family:
     keys = expert_keys(
         "norm_topk_prob",
         *flags,
+        share=share,
         decimals=("routed_scaling_factor", *decimals),
         counts=("num_nextn_predict_layers", "num_mtp_layers", "pretraining_tp"),
     )
@@ -313,6 +329,10 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
         _granitemoeshared,
         replace(_GRANITE, mlp=("shared_mlp.input_linear", "shared_mlp.output_linear")),
         expert_keys(),
+    ),
+    "mistral4": replace(
+        _latent_family(_mistral4, share=1.0),
+        architecture=replace(_LATENT, growing_queries=True),
     ),
     "mixtral": Family(
         _mixtral,

@@ -177,19 +177,20 @@ def _ministral(config: ConfigFile) -> ModelShape:
 
 
 def _ministral3(config: ConfigFile) -> ModelShape:
-    _check_growing_scores(config)
+    growing_scores(config)
     return gated_shape(config, _HEAD_DIM, sliding_window=window_of(config))
 
 
-def _check_growing_scores(config: ConfigFile) -> None:
-    """Check what later queries grow by; nothing without rotary entries of the file's own."""
-    key = next((k for k in ("rope_scaling", "rope_parameters") if config.values.get(k)), None)
-    entries = None if key is None else config.values[key]
+def growing_scores(config: ConfigFile) -> tuple[str, Mapping[str, Any]]:
+    """Check and return what later queries grow by, with its key; none without rotary entries."""
+    key = next((k for k in ("rope_scaling", "rope_parameters") if config.values.get(k)), "")
+    entries = config.values.get(key)
     if not isinstance(entries, Mapping):
-        return
+        return key, {}
     for name in ("llama_4_scaling_beta", "original_max_position_embeddings"):
         if not is_number(entries.get(name), 0, _LARGEST_GROWTH):
             raise config.refusal(f"{key}.{name}", entries.get(name), "a number above 0")
+    return key, entries
 
 
 _GRANITE_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")

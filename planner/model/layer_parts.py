@@ -92,6 +92,11 @@ class LatentAttention:
     def held_width(self) -> int:
         return self.rank + self.rotary_width
 
+    @property
+    def expanded_width(self) -> int:
+        """Elements of the key and the value that a head has of a token."""
+        return self.plain_width + self.rotary_width + self.value_width
+
     def linears(self, hidden_size: int, heads: int) -> tuple[LinearShape, ...]:
         """Its projections in the order of their names in transformers, the output last."""
         width = heads * (self.plain_width + self.rotary_width)
@@ -102,8 +107,8 @@ class LatentAttention:
         return (*queries, held, LinearShape(heads * self.value_width, hidden_size))
 
     def expansion(self, heads: int) -> LinearShape:
-        """What makes keys and values of a latent. Queries and results are multiplied by it instead,
-        head by head, so that it stays in the compute type.
+        """What makes keys and values of a latent. Elsewhere than in prompts queries and results are
+        multiplied by it, head by head, so that it stays in the compute type.
         """
         return LinearShape(self.rank, heads * (self.plain_width + self.value_width))
 

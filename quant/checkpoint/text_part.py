@@ -26,7 +26,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper(("gemma3_text",)),
     "gemma4": Wrapper(("gemma4_text",)),
     "gemma4_unified": Wrapper(("gemma4_unified_text",)),
-    "mistral3": Wrapper(("mistral", "ministral3")),
+    "mistral3": Wrapper(("mistral", "ministral3", "mistral4")),
     "qwen3_5": Wrapper(("qwen3_5_text",), ties=False),
     "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), ties=False),
 }

@@ -25,6 +25,7 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -335,6 +336,17 @@ LATENT_CONFIGS: dict[str, PretrainedConfig] = {
         q_lora_rank=24,
         rope_interleave=False,
         mlp_layer_types=["dense", "sparse", "dense", "sparse", "sparse"],
+    ),
+    "mistral4": Mistral4Config(
+        **_LATENT,
+        q_lora_rank=24,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters={
+            **_YARN,
+            **{"original_max_position_embeddings": 6, "llama_4_scaling_beta": 0.5},
+        },
     ),
 }
 """Of layers that hold latents in place of keys and values."""

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from actors.messages import Request, Sampling
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
+from actors.stage.partial_model import register_models
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from quant.rounding.importance import LayerImportance
@@ -25,6 +26,7 @@ from tests.actors.local_pipeline import LocalPipeline
 
 def save_tiny(folder: Path, config: PretrainedConfig, seed: int = 0, shard: str = "5GB") -> Any:
     """Write a random checkpoint of `config` and return the model that was saved."""
+    register_models()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

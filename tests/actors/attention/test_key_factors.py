@@ -24,6 +24,8 @@ from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
 from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS
 from tests.actors.models import generate, random_prompts, save_tiny, stages_of
+from tests.actors.own_kernels import use_own_kernels
+from tests.cuda_emulation import needs_compiler
 
 CPU = torch.device("cpu")
 REQUESTS, HEADS, KV_HEADS, WIDTH, LENGTH, SCALE = 5, 4, 2, 32, 70, 0.2
@@ -275,3 +277,46 @@ def test_latents_lose_no_more_by_rotated_numbers_that_are_many_times_as_large() 
     wanted = query.double() @ key[0].double().t()
     bound = step[0, :, 0] / 2 * query.double().abs().sum(-1, keepdim=True)
     assert bool(((found - wanted).abs() <= bound * (1 + 1e-9)).all())
+
+
+def error_of_latents(way: str, start: int, size: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Error of attention in float16 from token `start` on, against float64, with queries of up to
+    `size` and equal scores.
+    """
+    if way == "kernels of GPUs":
+        use_own_kernels(monkeypatch)
+    if way != "loop of CPUs":
+        monkeypatch.setattr("actors.attention.ragged.can_attend", lambda _: False)
+    rank, rotated, dtype = 32, 8, torch.float16
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(LENGTH, HEADS, rank + rotated, generator=draw)
+    query = (query * (size / query.abs().max())).to(dtype)
+    key = torch.randn(LENGTH, 1, rank + rotated, generator=draw).to(dtype)
+    scoring = Scoring(3 / size)
+    shape = CacheShape(LENGTH, 1, rank + rotated, rotated=rotated)
+    cache = KVCache(range(1), shape, CacheForm(dtype, CPU, 8))
+    for begin, end in ((0, start), (start, LENGTH)):
+        if begin < end:
+            where = batch_in_ranges([0], [begin], [end - begin], slot_tokens=LENGTH)
+            new = NewTokens(query[begin:end], key[begin:end], key[begin:end])
+            out = attend(RaggedContext.of(cache, where), 0, new, scoring)
+    scores = torch.einsum("qhd,kd->hqk", query[start:].double(), key[:, 0].double()) * 3 / size
+    hidden = torch.ones(LENGTH, LENGTH).triu_(1).bool()[start:]
+    shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    exact = torch.einsum("hqk,kd->qhd", shares, key[:, 0, :rank].double())
+    return float((out[..., :rank].double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("start", [0, 20, LENGTH - 1])
+@pytest.mark.parametrize(
+    "way",
+    ["loop of CPUs", "PyTorch", pytest.param("kernels of GPUs", marks=needs_compiler)],
+)
+def test_queries_of_latents_are_as_large_as_float16_has_numbers(
+    way: str, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of whole prompts, parts of prompts and decode steps."""
+    usual = error_of_latents(way, start, 4, monkeypatch)
+    assert usual < 0.02
+    for size in (1000, 60000):
+        assert error_of_latents(way, start, size, monkeypatch) < 1.1 * usual

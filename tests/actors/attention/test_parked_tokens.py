@@ -13,11 +13,11 @@ from actors.messages import EVERY_KEY, Admission, MicroBatch, Move, Park, Sampli
 from tests.actors.batches import batch_in_ranges
 
 
-def held_cache(kv_bits: int, parked_tokens: int = 20) -> KVCache:
+def held_cache(kv_bits: int, parked_tokens: int = 20, rotated: int = 0) -> KVCache:
     """A cache of 32 token slots with random content, two layers."""
     torch.manual_seed(0)
     form = CacheForm(torch.float32, torch.device("cpu"), kv_bits)
-    cache = KVCache(range(2), CacheShape(32, 2, 8), form, parked_tokens)
+    cache = KVCache(range(2), CacheShape(32, 2, 8, rotated=rotated), form, parked_tokens)
     where = cache.addresses(batch_in_ranges([0], [0], [32]))
     for layer in range(2):
         cache.append(layer, where, *torch.randn(2, 32, 2, 8))
@@ -40,12 +40,13 @@ def step(
     return replace(MicroBatch(*arrays, sizes=np.array([size])), **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("rotated", [0, 2])
 @pytest.mark.parametrize("kv_bits", [16, 8])
-def test_what_is_parked_comes_back_bit_for_bit(kv_bits: int) -> None:
+def test_what_is_parked_comes_back_bit_for_bit(kv_bits: int, rotated: int) -> None:
     """Also where others move to its place in the micro-batch that parks it, and its new range lies
     where it was cleared in the one that restores it.
     """
-    cache = held_cache(kv_bits)
+    cache = held_cache(kv_bits, rotated=rotated)
     cache._rooms.follow(step(0, 0, 4, 10, admitted=(admission(0, 4, 10),)))
     cache._rooms.follow(step(1, 0, 20, 6, admitted=(admission(1, 20, 6),)))
     before, other = content(cache, 4, 7), content(cache, 20, 5)

@@ -40,7 +40,7 @@ def run(stages: list[Stage], requests: list[Request]) -> dict[str, Finished]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "bloom", "opt", "mistral-sliding", "qwen3_next"),
+        *("llama", "bloom", "opt", "mistral-sliding", "deepseek_v3", "qwen3_next"),
         *(pytest.param(name, marks=pytest.mark.rare) for name in ("granite", "ministral3")),
     ],
 )

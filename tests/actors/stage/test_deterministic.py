@@ -29,6 +29,7 @@ SLOTS, KV_TOKENS = 6, 6 * ROOM
 KINDS = {
     "odd sizes": CONFIGS["gpt_neox"],
     "experts": EVERY_CONFIG["qwen3_moe"],
+    "latents": EVERY_CONFIG["deepseek_v3"],
     "states": STATE_CONFIGS["qwen3_5"],
     "kernels": LlamaConfig(
         vocab_size=VOCABULARY,
@@ -119,10 +120,12 @@ CASES = {
     ),
     "4 and 3 bit": ("kernels", {"dtype": "bfloat16", "bits": (4, 3, 4, 3, 16)}),
     "experts": ("experts", {"dtype": "float32", "bits": (16, 4, 3, 4, 16)}),
+    "latents": ("latents", {"dtype": "bfloat16"}),
+    "latents in 8 bit": ("latents", {"dtype": "bfloat16", "kv_bits": 8}),
     "states": ("states", {"dtype": "bfloat16"}),
     "pure torch": ("odd sizes", {"dtype": "float32", "bits": (8, 4, 3, 8, 4)}),
 }
-RARE = "bfloat16", "8 bit", "pure torch"
+RARE = "bfloat16", "8 bit", "pure torch", "latents in 8 bit"
 """Cases of which others show the parts."""
 
 
@@ -157,7 +160,10 @@ def test_ranks_tell_of_a_request_what_they_do_of_it_alone(name: str, tmp_path: P
     "name",
     [
         *("llama", "opt", "bloom", "mistral-sliding"),
-        *(pytest.param(name, marks=pytest.mark.rare) for name in ("granite", "glm4", "olmo3")),
+        *(
+            pytest.param(name, marks=pytest.mark.rare)
+            for name in ("granite", "glm4", "olmo3", "deepseek_v2")
+        ),
     ],
 )
 def test_tokens_are_those_of_generate(name: str, tmp_path: Path) -> None:

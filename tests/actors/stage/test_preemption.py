@@ -219,11 +219,14 @@ def test_ranks_park_what_they_hold_of_each_request(name: str, tiny: Tiny) -> Non
 
 
 @pytest.mark.parametrize("way", [COMPUTED, PARKED, BOTH])
-@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize(
+    ("name", "kv_bits"),
+    [("llama", 16), ("llama", 8), pytest.param("deepseek_v3", 8, marks=RARE)],
+)
 def test_draws_and_penalties_are_those_of_undisturbed_runs(
-    kv_bits: int, way: tuple[int, int], tiny: Tiny
+    name: str, kv_bits: int, way: tuple[int, int], tiny: Tiny
 ) -> None:
-    folder, _ = tiny("llama")
+    folder, _ = tiny(name)
     sampling = [SAMPLING[i % len(SAMPLING)] for i in range(len(PROMPTS))]
     undisturbed = stages_of(folder, (0, 2, LAYERS), 12, LONGEST, kv_bits=kv_bits)
     expected = generate(undisturbed, PROMPTS, NEW_TOKENS, 2, 6, sampling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 100,
@@ -86,6 +86,10 @@ MIXED: dict[str, dict[str, Any]] = {
         **{"model_type": "glm4_moe_lite"} | _SIZES | _LATENT,
         **{"q_lora_rank": 28, "mlp_layer_types": ["dense", "sparse"] * 3},
     },
+    "mistral4": {
+        **{"model_type": "mistral4"} | _SIZES | _LATENT,
+        **{"q_lora_rank": 28, "first_k_dense_replace": 1},
+    },
     "gpt_oss": {
         "model_type": "gpt_oss",
         **_SIZES,
@@ -97,6 +101,7 @@ MIXED: dict[str, dict[str, Any]] = {
 
 def library_model(values: dict[str, Any]) -> Any:
     """The model that transformers builds of a `config.json`, on the meta device."""
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     others = {key: value for key, value in values.items() if key not in ("model_type", "names")}
     with torch.device("meta"):
         config = AutoConfig.for_model(values["model_type"], **others)

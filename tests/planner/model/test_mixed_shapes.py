@@ -39,6 +39,7 @@ KINDS = {
     "deepseek_v2": ((1, 5), ("direct queries, dense", "direct queries")),
     "deepseek_v3": ((2, 4), ("dense", "")),
     "glm4_moe_lite": ((3, 3), ("dense", "")),
+    "mistral4": ((1, 5), ("dense", "")),
     "gpt_oss": ((3, 3), ("sliding_attention", "full_attention")),
 }
 
@@ -109,6 +110,11 @@ def test_equal_layers_make_a_plain_shape() -> None:
     assert mixed.kinds == (other, plain)
 
 
+def _grown(**others: Any) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+    return {"rope_parameters": rope | {"llama_4_scaling_beta": 0.1} | others}
+
+
 @pytest.mark.parametrize(
     ("name", "entries", "message"),
     [
@@ -151,6 +157,8 @@ def test_equal_layers_make_a_plain_shape() -> None:
         ("deepseek_v3", {"qk_rope_head_dim": 7}, r"qk_rope_head_dim is 7.*an even number"),
         ("deepseek_v3", {"kv_lora_rank": None}, r"kv_lora_rank is missing"),
         ("deepseek_v3", {"n_group": 4}, r"n_group is 4.*whole groups of two or more"),
+        ("mistral4", _grown(llama_4_scaling_beta=None), r"llama_4_scaling_beta is None.*above 0"),
+        ("mistral4", _grown(partial_rotary_factor=0.9), r"factor is 0\.9.*0\.4, qk_rope_head_dim"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 5}, r"mlp_layer_types is .*6 \(num_hid"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, r".*method fp8.*16-bit"),
     ],
