@@ -13,9 +13,9 @@ from itertools import islice, takewhile
 
 import numpy as np
 
-from actors.messages import Finished, MicroBatch, Move, Request, Sampled, TokenIds
+from actors.messages import Finished, MicroBatch, Move, Sampled, TokenIds
 from actors.schedule.request_slots import RequestSlots, most_tokens
-from actors.schedule.scheduler import QueueSizes, Scheduler, check_reservable, most_in_slots
+from actors.schedule.scheduler import QueueScheduler, QueueSizes, check_reservable, most_in_slots
 from planner.plan.spec import PlanSpec
 from planner.schedule.passes import TurnSizes
 from planner.schedule.static import UNDER_WAY_PER_STAGE
@@ -24,7 +24,7 @@ from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
 
 
-class RraScheduler(Scheduler):
+class RraScheduler(QueueScheduler):
     """A scheduler whose requests are divided into groups, each of which alternates by itself.
 
     `RraPolicy` decides what comes next; here are the requests and their tokens. Who ends leaves at
@@ -33,25 +33,21 @@ class RraScheduler(Scheduler):
     where all requests are there, nor on the chunks in which they are added.
     """
 
+    _slots: RequestSlots
+
     def __init__(self, sizes: QueueSizes, stages: int) -> None:
         schedule = _checked(sizes)
-        self._stages = stages
         n_slots = sizes.n_slots or sizes.kv_tokens
-        self._slots: RequestSlots = RequestSlots(sizes.slots, sizes.kv_tokens, n_slots)
+        super().__init__(RequestSlots(sizes.slots, sizes.kv_tokens, n_slots))
+        self._stages = stages
         self._policy = RraPolicy(schedule, sizes.decode_micro_batch, sizes.prefill_micro_batch)
         self._slots_of: dict[TurnGroup, list[int]] = {}
         self._joining: list[int] = []  # slots of newcomers, in the turn that begins
         self._moves: tuple[Move, ...] = ()  # that their reservations take
-        self._waiting: deque[Request] = deque()
         self._arrivals = 0
 
-    def add(self, requests: Sequence[Request]) -> None:
-        self._slots.expect(requests)
-        self._waiting.extend(requests)
-
     def cancel(self, custom_id: str) -> None:
-        self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
-        self._slots.cancel(custom_id)
+        super().cancel(custom_id)
         for group in self._policy.groups:
             self._let_go(group)
 

@@ -24,7 +24,7 @@ from actors.messages import (
     TokenRange,
 )
 from actors.schedule.request_slots import RequestSlots, SlotRequests, most_tokens
-from actors.schedule.scheduler import QueueSizes, Scheduler, most_in_slots
+from actors.schedule.scheduler import QueueScheduler, QueueSizes, Scheduler, most_in_slots
 from planner.plan.kv_copies import host_tokens
 from planner.plan.spec import PlanSpec
 from planner.schedule.turns import SHORT_PROMPTS, WAITING, PrefillSizes, joining
@@ -32,7 +32,7 @@ from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
 
 
-class PrefillScheduler(Scheduler):
+class PrefillScheduler(QueueScheduler):
     """A scheduler of requests for one token each, first come, first served.
 
     Prompts follow each other in micro-batches of about as many tokens as the schedule's
@@ -49,11 +49,10 @@ class PrefillScheduler(Scheduler):
                 f"{sizes.kv_tokens} token slots for prompts of up to {sizes.slot_tokens}; give at "
                 "least 1 of each, and room for the longest prompt"
             )
+        super().__init__(SlotRequests(sizes.slots))
         self._sizes = sizes
         self._stages = stages
-        self._waiting: deque[Request] = deque()
         self._free = deque(range(sizes.slots))
-        self._slots = SlotRequests(sizes.slots)
         self.follow(sizes.followed_schedule)
 
     def follow(self, schedule: RequestSchedule) -> None:
@@ -61,14 +60,6 @@ class PrefillScheduler(Scheduler):
         self._size = min(self._sizes.prefill_micro_batch, schedule.prefill_micro_batch)
         parts = PrefillSizes.of(schedule, self._sizes.slot_tokens, self._size)
         self._parts = replace(parts, most_tokens=min(self._sizes.kv_tokens, parts.most_tokens))
-
-    def add(self, requests: Sequence[Request]) -> None:
-        self._slots.expect(requests)
-        self._waiting.extend(requests)
-
-    def cancel(self, custom_id: str) -> None:
-        self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
-        self._slots.cancel(custom_id)
 
     @property
     def most_under_way(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 
@@ -165,3 +166,19 @@ class Scheduler(ABC):
 
     def follow(self, schedule: RequestSchedule) -> None:  # noqa: B027  (most have none)
         """Go by this schedule from now on, within the present memory, if the policy has one."""
+
+
+class QueueScheduler(Scheduler):
+    """A scheduler whose requests wait for their slots in the order of their arrival."""
+
+    def __init__(self, slots: SlotRequests) -> None:
+        self._slots = slots
+        self._waiting: deque[Request] = deque()
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._slots.expect(requests)
+        self._waiting.extend(requests)
+
+    def cancel(self, custom_id: str) -> None:
+        self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
+        self._slots.cancel(custom_id)

@@ -6,19 +6,16 @@ keeps its range of the KV cache, regrouping between the phases moves nothing.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-
 import numpy as np
 
-from actors.messages import Admission, Finished, MicroBatch, Request, Sampled, TokenIds, TokenRange
+from actors.messages import Admission, Finished, MicroBatch, Sampled, TokenIds, TokenRange
 from actors.schedule.request_slots import SlotRequests
-from actors.schedule.scheduler import QueueSizes, Scheduler
+from actors.schedule.scheduler import QueueScheduler, QueueSizes
 from planner.schedule.static import SlotGroup, StaticPolicy
 from planner.workload import MicroBatches
 
 
-class StaticScheduler(Scheduler):
+class StaticScheduler(QueueScheduler):
     """A scheduler that keeps requests in a queue until one of the KV slots is free: each slot has a
     range of the KV cache for the longest request.
 
@@ -30,21 +27,12 @@ class StaticScheduler(Scheduler):
 
     def __init__(self, sizes: QueueSizes, stages: int) -> None:
         slots = sizes.slots
+        super().__init__(SlotRequests(slots))
         planned = MicroBatches(sizes.prefill_micro_batch, sizes.decode_micro_batch)
         self._policy = StaticPolicy(slots, planned, stages)
         self._slot_tokens = sizes.slot_tokens
-        self._waiting: deque[Request] = deque()
-        self._slots = SlotRequests(slots)
         self._decodes = np.zeros(slots, dtype=np.bool_)  # slots whose request is prefilled
         self._prompt = np.zeros(slots, dtype=np.int64)  # length of its prompt
-
-    def add(self, requests: Sequence[Request]) -> None:
-        self._slots.expect(requests)
-        self._waiting.extend(requests)
-
-    def cancel(self, custom_id: str) -> None:
-        self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
-        self._slots.cancel(custom_id)
 
     @property
     def most_under_way(self) -> int:
