@@ -145,17 +145,14 @@ class PlannedLatency:
 
 
 @dataclass(frozen=True)
-class LatencyFigures:
+class LatencyFigures(PlannedLatency):
     """Latencies of so many requests, from the submission of their prefill to their last token: the
     median, and what a share `quantile` has at most, beside what was planned of it.
     """
 
     requests: int
     median_s: float
-    quantile: float
     quantile_s: float
-    planned_s: float
-    bound_s: float | None
 
     @classmethod
     def of(cls, counts: Sequence[LatencyCounts], planned: PlannedLatency) -> LatencyFigures | None:
@@ -165,12 +162,7 @@ class LatencyFigures:
         if median_s is None or quantile_s is None:
             return None
         return cls(
-            together.requests,
-            median_s,
-            planned.quantile,
-            quantile_s,
-            planned.planned_s,
-            planned.bound_s,
+            **vars(planned), requests=together.requests, median_s=median_s, quantile_s=quantile_s
         )
 
     def __str__(self) -> str:
