@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.option_rules import Range, option, refuse_outside
+from planner.option_rules import ABOVE_0_S, AT_LEAST_0, AT_LEAST_1, Range, option, refuse_outside
 from quant.common.errors import DeviceError, SpecError
 
 if TYPE_CHECKING:
@@ -25,14 +25,7 @@ FOLDER_SUFFIX = ".batches"
 """Ending of the folder of files and batches, beside a plan file."""
 
 _MOST_PORT = 65_535
-
-
-def _at_least(bound: int) -> Range:
-    return Range(lambda value: value >= bound, f"give {bound} or more")
-
-
 _ABOVE_0 = Range(lambda value: value > 0, "give a number above 0")
-_ABOVE_0_S = Range(lambda value: value > 0, "give seconds above 0")
 
 
 @dataclass(frozen=True)
@@ -53,18 +46,18 @@ class ServeOptions:
     )
     api_key: str | None = field(default=None, repr=False)
     served_model_names: tuple[str, ...] = ()
-    queue_limit: int = option("COUNT", "answers that may wait for a slot", 256, within=_at_least(0))
-    body_limit_bytes: int = option("BYTES", "most of a request", 4 << 20, within=_at_least(1))
-    body_s: float = option("SECONDS", "for a request to arrive", 30.0, within=_ABOVE_0_S)
-    connection_limit: int = option("COUNT", "open connections", 1024, within=_at_least(1))
+    queue_limit: int = option("COUNT", "answers that may wait for a slot", 256, within=AT_LEAST_0)
+    body_limit_bytes: int = option("BYTES", "most of a request", 4 << 20, within=AT_LEAST_1)
+    body_s: float = option("SECONDS", "for a request to arrive", 30.0, within=ABOVE_0_S)
+    connection_limit: int = option("COUNT", "open connections", 1024, within=AT_LEAST_1)
     stall_s: float = option(
-        "SECONDS", "that a client may leave its answer unread", 60.0, within=_ABOVE_0_S
+        "SECONDS", "that a client may leave its answer unread", 60.0, within=ABOVE_0_S
     )
     drain_s: float = option(
-        "SECONDS", "that running answers get to finish after SIGTERM", 60.0, within=_at_least(0)
+        "SECONDS", "that running answers get to finish after SIGTERM", 60.0, within=AT_LEAST_0
     )
     retry_after_s: int = option(
-        "SECONDS", "until clients may ask again when the queue was full", 1, within=_at_least(0)
+        "SECONDS", "until clients may ask again when the queue was full", 1, within=AT_LEAST_0
     )
 
     def __post_init__(self) -> None:
