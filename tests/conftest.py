@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.llmpq.forked_workers import fork_server
+from tests.made_once import FOLDER
 from tests.shared_loops import loops_beside, share
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -57,6 +58,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     shared = getattr(session.config, "workerinput", {}).get("fork_server")
     if shared is not None:
         share(loops_beside(Path(shared)))
+        os.environ[FOLDER] = str(Path(shared).parent)
     gc.freeze()
     gc.enable()
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +22,10 @@ from quant.backends.cuda_driver import (
     nvrtc_library,
     text_of,
 )
+from tests.made_once import made_once
 
 EMULATOR = Path(__file__).with_name("cuda_emulator.cpp")
+HEADER = EMULATOR.with_suffix(".h")
 CPU = torch.device("cpu")
 
 
@@ -51,19 +52,39 @@ def emulated(
     """The kernels of `source`, compiled once a process; with the undefined-behaviour sanitizer,
     which ends the process, if `sanitized`, and with the address sanitizer too where that is loaded.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        text, library = Path(folder, "source.cu"), Path(folder, "kernels.so")
-        text.write_text(text_of(source))
-        command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f'-DSOURCE="{text}"']
-        command.append("-fno-gnu-unique")  # the shared memory of one library is not another's
-        command += [f"-D{name}={value}" for name, value in definitions.items()]
-        command.append(f"-DKERNELS={' '.join(f'KERNEL({name})' for name in names)}")
-        if sanitized or address_sanitizer_is_loaded():
-            command += ["-fsanitize=undefined", "-fno-sanitize-recover=undefined"]
-        if address_sanitizer_is_loaded():
-            command.append("-fsanitize=address")
-        subprocess.run([*command, "-o", str(library), str(EMULATOR)], check=True)
-        return Kernels.load(ctypes.CDLL(str(library)), b"image", names, CPU)
+    command = [*_compiler(sanitized), "-shared", "-include", str(_header(sanitized))]
+    command += [f"-D{name}={value}" for name, value in definitions.items()]
+    command.append(f"-DKERNELS={' '.join(f'KERNEL({name})' for name in names)}")
+    code = text_of(source)
+
+    def compiled(library: Path) -> None:
+        text = library.with_suffix(".cu")
+        text.write_text(code)
+        files = [f'-DSOURCE="{text}"', "-o", str(library), str(EMULATOR)]
+        subprocess.run([*command, *files], check=True)
+
+    library = made_once(f"{command} {EMULATOR.read_text()} {code}", ".so", compiled)
+    return Kernels.load(ctypes.CDLL(str(library)), b"image", names, CPU)
+
+
+def _compiler(sanitized: bool) -> list[str]:
+    command = ["g++", "-std=c++17", "-O1", "-fPIC"]
+    command.append("-fno-gnu-unique")  # the shared memory of one library is not another's
+    if sanitized or address_sanitizer_is_loaded():
+        command += ["-fsanitize=undefined", "-fno-sanitize-recover=undefined"]
+    if address_sanitizer_is_loaded():
+        command.append("-fsanitize=address")
+    return command
+
+
+def _header(sanitized: bool) -> Path:
+    """The emulator's header in a folder where it is compiled too, which the compiler then reads."""
+    text, command = HEADER.read_text(), [*_compiler(sanitized), "-x", "c++-header"]
+
+    def compiled(header: Path) -> None:
+        subprocess.run([*command, str(HEADER), "-o", str(header)], check=True)
+
+    return made_once(f"{command} {text}", ".h.gch", compiled).with_suffix("")
 
 
 _FRAME_SIZE = b"\x04\x11\x08\x00"

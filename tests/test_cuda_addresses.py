@@ -19,6 +19,7 @@ EMULATED = (
     "actors/attention/test_cuda.py",
     "actors/attention/delta/test_cuda_delta.py",
     "actors/stage/test_own_layers.py",
+    "actors/stage/test_layer_kernels.py",
 )
 """Files whose tests run kernels by the emulator."""
 
