@@ -1,8 +1,11 @@
-"""Stages on several Ray nodes, each offering one kind of device as a resource."""
+"""Stages on several Ray nodes, each offering one kind of device as a resource. Where one leaves for
+good while its device is in use, the rest is planned again and goes on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +16,80 @@ from ray.cluster_utils import Cluster as RayCluster
 from actors.messages import Request, Sampling
 from actors.processes.placement import place
 from actors.processes.reservation import copies_granted
+from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan, Workload
-from quant.common.errors import DeviceError
-from tests.actors.models import random_prompts, reference
-from tests.llmpq.conftest import NEW_TOKENS
+from llmpq.rows.results import Result
+from quant.common.errors import DeviceError, DeviceLostError
+from tests.actors.models import random_prompts, references
+from tests.llmpq.conftest import BATCH, NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.forked_workers import SET_UP
+
+COUNT = 300
+PROMPTS = random_prompts([1 + i % PROMPT_LENGTH for i in range(COUNT)])
+LOOKS = {"health_check_period_ms": 500, "health_check_failure_threshold": 2}
+
+# Any two of them hold the model, none alone does.
+THREE = """
+name: three
+nodes:
+  - {name: a, accelerators: {T4: 1}, usable_memory_gib: 0.0005}
+  - {name: b, accelerators: {V100: 1}, usable_memory_gib: 0.0005}
+  - {name: c, accelerators: {A100: 1}, usable_memory_gib: 0.0005}
+network: {internode_gbit_per_s: 100}
+emulate: {time_scale: 0}
+"""
+
+
+class Nodes:
+    """A head with the T4, and a node for each other device; deaths are noticed in two seconds."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        head: dict[str, Any] = {"num_cpus": 1, "resources": {"T4": 1}, "include_dashboard": False}
+        head |= SET_UP | {"include_log_monitor": False, "no_monitor": True}
+        self.cluster = RayCluster(
+            initialize_head=True, head_node_args=head | {"_system_config": LOOKS}
+        )
+        self.nodes: dict[str, Any] = {}
+        self.fill()
+        ray.init(address=self.cluster.address, log_to_driver=False, runtime_env=environment)
+
+    def fill(self) -> None:
+        for name in {"V100", "A100"} - {*self.nodes}:
+            self.nodes[name] = self.cluster.add_node(num_cpus=1, resources={name: 1}, **SET_UP)
+
+    def close(self) -> None:
+        ray.shutdown()
+        self.cluster.shutdown()
+
+    def remove(self, name: str) -> None:
+        self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
 
 
 @pytest.fixture(scope="module")
-def ray_nodes(worker_environment: dict[str, str]) -> Iterator[None]:
-    """A head without devices, a node of a T4, and one of a V100 and an A100."""
-    head = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False}
-    cluster = RayCluster(initialize_head=True, head_node_args=head | SET_UP | {"no_monitor": True})
-    cluster.add_node(num_cpus=1, resources={"T4": 1}, **SET_UP)
-    cluster.add_node(num_cpus=2, resources={"V100": 1, "A100": 1}, **SET_UP)
-    ray.init(address=cluster.address, log_to_driver=False, runtime_env=worker_environment)
-    yield
-    ray.shutdown()
-    cluster.shutdown()
+def all_nodes(worker_environment: dict[str, str]) -> Iterator[Nodes]:
+    with closing(Nodes(worker_environment)) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def nodes(all_nodes: Nodes) -> Nodes:
+    """All of them, whatever an earlier test removed."""
+    all_nodes.fill()
+    return all_nodes
+
+
+@pytest.fixture
+def three(tiny: tuple[Path, Any], tmp_path: Path) -> Plan:
+    path = tmp_path / "three.yaml"
+    path.write_text(THREE)
+    workload = Workload(BATCH, PROMPT_LENGTH, NEW_TOKENS)
+    options: dict[str, Any] = {"dtype": "float32", "bits": [16], "keep_all_devices": True}
+    return Cluster.from_yaml(path).plan(tiny[0], workload, **options)
 
 
 @pytest.mark.rare  # `test_placement.py` has the rules; here a cluster of four nodes starts
-@pytest.mark.usefixtures("ray_nodes")
+@pytest.mark.usefixtures("nodes")
 def test_every_stage_runs_on_the_node_of_its_device(tiny: tuple[Path, Any], plan: Plan) -> None:
     with StageGroup(plan.spec, str(tiny[0])) as group:
         nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
@@ -52,11 +106,11 @@ def test_every_stage_runs_on_the_node_of_its_device(tiny: tuple[Path, Any], plan
         requests = [Request(str(i), p, NEW_TOKENS, Sampling()) for i, p in enumerate(prompts)]
         found = {each.custom_id: each for some in group.generate(requests) for each in some}
     assert copies_granted(placements, 2) == 1
-    for i, prompt in enumerate(prompts):
-        assert list(found[str(i)].token_ids) == reference(tiny[1], prompt, NEW_TOKENS)
+    for i, expected in enumerate(references(tiny[1], prompts, NEW_TOKENS)):
+        assert list(found[str(i)].token_ids) == expected
 
 
-@pytest.mark.usefixtures("ray_nodes")
+@pytest.mark.usefixtures("nodes")
 def test_detected_from_the_live_cluster(tmp_path: Path) -> None:
     detected = Cluster.detect()
     assert sorted(d.accelerator.name.split("-")[0] for d in detected.spec.devices) == [
@@ -69,3 +123,56 @@ def test_detected_from_the_live_cluster(tmp_path: Path) -> None:
     assert Cluster.from_yaml(path).spec == detected.spec
     plan = detected.plan("opt-13b", Workload(4, 64, 16))
     assert sum(len(stage.layers) for stage in plan.stages) == 40
+
+
+def test_a_session_stays_with_what_is_left(
+    tiny: tuple[Path, Any], three: Plan, nodes: Nodes
+) -> None:
+    """The call after the one that lost a device plans no more, and waits for nothing."""
+    rows = [list(prompt) for prompt in PROMPTS]
+    events: list[RecoveryEvent] = []
+    with three.session(replace_s=1.0, on_event=events.append) as session:
+        results = session.run(rows)
+        found = {next(results).custom_id}
+        nodes.remove("V100")
+        found |= {result.custom_id for result in results}
+        again = list(session.run(rows[:9]))
+        assert session.spec.origin is not None
+        assert session.spec.origin.lost == ("b/V100-SXM2-16GB:0",)
+    assert len(found) == COUNT
+    assert [event.kind for event in events].count("replanned") == 1
+    prompts = [PROMPTS[int(result.custom_id.removeprefix("row-"))] for result in again]
+    expected = references(tiny[1], prompts, NEW_TOKENS)
+    assert [list(result.token_ids) for result in again] == expected
+
+
+@pytest.mark.rare  # a device is lost above too
+def test_what_is_left_is_planned_for_and_goes_on_until_it_does_not_fit(
+    tiny: tuple[Path, Any], three: Plan, nodes: Nodes
+) -> None:
+    """The second loss leaves too little, which ends the run with what it had."""
+    model = tiny[1]
+    results: dict[str, Result] = {}
+    events: list[RecoveryEvent] = []
+    gone_at = {COUNT // 4: "V100", COUNT // 2: "A100"}
+    lost: DeviceLostError | None = None
+    run = three.run([list(prompt) for prompt in PROMPTS], replace_s=1.0, on_event=events.append)
+    try:
+        for result in run:
+            assert result.custom_id not in results
+            results[result.custom_id] = result
+            for at in [at for at in gone_at if at <= len(results)]:
+                nodes.remove(gone_at.pop(at))
+    except DeviceLostError as error:
+        lost = error
+    (replanned,) = [event.text for event in events if event.kind == "replanned"]
+    assert "b/V100" in replanned.split(" gone;")[0]
+    assert "a/T4" in replanned.split(" gone;")[1]
+    assert lost is not None
+    assert "no plan for what is left" in str(lost)
+    assert COUNT // 2 <= len(results) < COUNT
+    assert all(result.error is None for result in results.values())
+    some = list(results)[::4]
+    prompts = [PROMPTS[int(custom_id.removeprefix("row-"))] for custom_id in some]
+    expected = references(model, prompts, NEW_TOKENS)
+    assert [list(results[custom_id].token_ids) for custom_id in some] == expected
