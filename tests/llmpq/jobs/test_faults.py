@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -72,6 +73,7 @@ class Case:
 
     def __init__(self, scenario: Scenario, folder: Path) -> None:
         folder.mkdir()
+        self.folder, self.kept = folder, folder.with_name("kept")
         self.scenario = scenario
         self.named = f"{folder}/{scenario.target}"
         self.target = Path(self.named)
@@ -81,6 +83,11 @@ class Case:
             run_job(self.source, self.named, limit=scenario.interrupted)
         write_prompts(self.source, *ROWS)
         self.old = self.target.read_bytes() if self.target.is_file() else None
+        shutil.copytree(folder, self.kept)
+
+    def begin_again(self) -> None:
+        shutil.rmtree(self.folder)
+        shutil.copytree(self.kept, self.folder)
 
     def run(self, disk: QuickDisk, options: OutputOptions | None = None) -> None:
         retry = self.scenario.retry
@@ -111,8 +118,9 @@ def test_a_fault_at_any_call_and_a_resume_give_every_id_once(
 ) -> None:
     scenario = SCENARIOS[name]
     draw = random.Random(name + mode)
+    case = Case(scenario, tmp_path / "job")
     for fail_at in count(1):
-        case = Case(scenario, tmp_path / str(fail_at))
+        case.begin_again()
         disk = FaultyDisk(fail_at, mode)
         try:
             case.run(disk)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -285,74 +282,6 @@ def test_after_an_error_nothing_more_is_written(
     with pytest.raises(KeyboardInterrupt), ShardCache(folder) as cache:
         fail(cache)
     assert files_in(folder) == {KEY.file_name}
-
-
-WRITER = """
-import random, sys, pathlib, warnings
-import torch
-from quant.loading.cache_folder import CacheKey, NewEntry, ShardCache
-warnings.simplefilter("ignore")
-folder, name, limit = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-generator = random.Random(name)
-print("ready", flush=True)
-sys.stdin.readline()
-hits = 0
-for turn in range(15):
-    cache = ShardCache(folder, limit)
-    for number in generator.sample(range(12), 3):
-        key = CacheKey("layer", str(number))
-        tensor = torch.full((4000 + number,), number)
-        found = cache.restore(key, lambda cached: cached.read("x"))
-        if found is None:
-            cache.store(NewEntry(key, lambda t=tensor: [("x", t)], {}, tensor.nbytes))
-        else:
-            hits += 1
-            assert torch.equal(found, tensor)
-print(hits, flush=True)
-"""
-
-
-def bytes_in(folder: Path) -> int:
-    """The bytes of all files at one moment: nobody makes room or renames meanwhile."""
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):  # a file that a faster writer made needless
-            return sum(item.stat().st_size for item in os.scandir(folder))
-    return 0
-
-
-def test_two_processes_write_at_once(folder: Path) -> None:
-    """Every layer that is read is the right one, and the limit holds at every moment."""
-    limit = 8 * reserved_bytes(8 * 4012)
-    folder.mkdir(parents=True)
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(folder), name, str(limit)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for name in ("one", "two")
-    ]
-    sizes: list[int] = []
-    for writer in writers:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
-    for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-    while any(writer.poll() is None for writer in writers):
-        sizes.append(bytes_in(folder))
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            writers[0].wait(0.01)  # in which the lock is theirs
-    hits = [int(writer.communicate()[0]) for writer in writers]
-    assert [writer.returncode for writer in writers] == [0, 0]
-    assert min(hits) > 0
-    sizes.append(bytes_in(folder))
-    assert limit // 2 < max(sizes) <= limit
-    assert not list(folder.glob(".*.part"))
 
 
 def test_the_default_limit_leaves_half_of_what_is_free(
