@@ -67,7 +67,20 @@ _OPT = _COMMON | {
     "max_position_embeddings": 128,
     "word_embed_proj_dim": 48,
 }
-_WINDOWS = ("sliding", "full", "sliding", "sliding", "full")
+_GEMMA4 = _ROPE | {
+    "head_dim": 12,
+    "global_head_dim": 20,
+    "sliding_window": 6,
+    "layer_types": [
+        f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")
+    ],
+}
+_SAME_KEYS = {
+    "num_key_value_heads": 3,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+}
+"""Layers that see all tokens have values that are their keys."""
 _KINDS = ("linear", "full", "linear", "linear", "full")
 _DELTA = _ROPE | {
     "num_attention_heads": 4,
@@ -218,36 +231,12 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
         rope_scaling={"rope_type": "linear", "factor": 4.0},
     ),
     "gemma4": Gemma4TextConfig(
-        **_ROPE,
-        num_key_value_heads=3,
-        head_dim=12,
-        global_head_dim=20,
-        num_global_key_value_heads=2,
-        attention_k_eq_v=True,
-        sliding_window=6,
-        layer_types=[
-            f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")
-        ],
-        final_logit_softcapping=2.0,
-        hidden_size_per_layer_input=0,
+        **_GEMMA4, **_SAME_KEYS, final_logit_softcapping=2.0, hidden_size_per_layer_input=0
     ),
-    "gemma4_unified": Gemma4UnifiedTextConfig(
-        **_ROPE,
-        num_key_value_heads=3,
-        head_dim=12,
-        global_head_dim=20,
-        num_global_key_value_heads=2,
-        attention_k_eq_v=True,
-        sliding_window=6,
-        layer_types=[f"{kind}_attention" for kind in _WINDOWS],
-    ),
+    "gemma4_unified": Gemma4UnifiedTextConfig(**_GEMMA4, **_SAME_KEYS),
     "gemma4-experts": Gemma4TextConfig(
-        **_ROPE,
+        **_GEMMA4,
         num_key_value_heads=2,
-        head_dim=12,
-        global_head_dim=20,
-        sliding_window=6,
-        layer_types=[f"{kind}_attention" for kind in _WINDOWS],
         hidden_size_per_layer_input=0,
         enable_moe_block=True,
         num_experts=6,
@@ -280,12 +269,9 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
 
 SHARED_CONFIGS: dict[str, PretrainedConfig] = {
     "gemma4-shared": Gemma4TextConfig(
-        **_ROPE,
+        **_GEMMA4
+        | {"layer_types": [f"{kind}_attention" for kind in ("sliding",) * 3 + ("full",) * 2]},
         num_key_value_heads=2,
-        head_dim=12,
-        global_head_dim=20,
-        sliding_window=6,
-        layer_types=[f"{kind}_attention" for kind in ("sliding",) * 3 + ("full",) * 2],
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCABULARY,
         num_kv_shared_layers=1,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,10 +26,26 @@ from quant.scheme import Processor
 from tests.actors.configs import VOCABULARY
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
+from tests.made_once import made_once
 
 
 def save_tiny(folder: Path, config: PretrainedConfig, seed: int = 0, shard: str = "5GB") -> Any:
     """Write a random checkpoint of `config` and return the model that was saved."""
+    made = f"{type(config).__name__} {config.to_json_string()} {seed} {shard}"
+    if made not in _saved:
+        model, kept = random_model(config, seed), TemporaryDirectory(prefix="llmpq-")
+        model.save_pretrained(kept.name, max_shard_size=shard)
+        _saved[made] = model, kept
+    model, kept = _saved[made]
+    shutil.copytree(kept.name, folder, dirs_exist_ok=True)
+    return deepcopy(model)
+
+
+_saved: dict[str, tuple[Any, TemporaryDirectory[str]]] = {}
+"""Each model that was written, and a folder of it: many tests ask for the same."""
+
+
+def random_model(config: PretrainedConfig, seed: int) -> Any:
     register_models()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -37,7 +57,6 @@ def save_tiny(folder: Path, config: PretrainedConfig, seed: int = 0, shard: str 
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.5)
-    model.save_pretrained(folder, max_shard_size=shard)
     return model
 
 
@@ -143,14 +162,44 @@ def reference(
     model: Any, prompt: tuple[int, ...], new_tokens: int, ignore_eos: bool = False, **options: Any
 ) -> list[int]:
     """What transformers' `generate` adds to one unpadded prompt; greedy unless `options` say so."""
-    options = ({"eos_token_id": None} if ignore_eos else {}) | {"do_sample": False} | options
-    if options["do_sample"]:
-        return _generated(model, prompt, new_tokens, options)
-    asked = f"{_content(model)} {prompt} {sorted(options.items())}"
-    known = _answers.get(asked)
-    if known is None or known[0] < new_tokens:
-        known = _answers[asked] = [new_tokens, *_generated(model, prompt, new_tokens, options)]
-    return known[1 : 1 + new_tokens]
+    if options.get("do_sample"):
+        return _generated(model, [prompt], new_tokens, ignore_eos, options)[0]
+    (tokens,) = references(model, [prompt], new_tokens, ignore_eos, **options)
+    return tokens
+
+
+def references(
+    model: Any,
+    prompts: Sequence[tuple[int, ...]],
+    new_tokens: int | Sequence[int],
+    ignore_eos: bool = False,
+    **options: Any,
+) -> list[list[int]]:
+    """What transformers' greedy `generate` adds to prompts that it pads on the left."""
+    counts = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else list(new_tokens)
+    content = f"{_content(model)} {ignore_eos} {sorted(options.items())}"
+    asked = [f"{content} {prompt}" for prompt in prompts]
+    most = max(counts)
+    missing = {
+        prompt: key
+        for key, prompt, count in zip(asked, prompts, counts, strict=True)
+        if key not in _answers or _answers[key][0] < count
+    }
+    if missing:
+
+        def written(path: Path) -> None:
+            answers = _generated(model, list(missing), most, ignore_eos, options)
+            path.write_text(json.dumps(answers))
+
+        file = made_once(f"{content} {most} {list(missing)}", ".json", written)
+        answers = json.loads(file.read_text())
+        _answers.update((k, [most, *a]) for k, a in zip(missing.values(), answers, strict=True))
+    return [_answers[key][1 : 1 + count] for key, count in zip(asked, counts, strict=True)]
+
+
+def named(answers: Sequence[list[int]]) -> dict[str, list[int]]:
+    """Answers by the number of their request."""
+    return {str(i): each for i, each in enumerate(answers)}
 
 
 def _content(model: Any) -> str:
@@ -165,14 +214,24 @@ def _content(model: Any) -> str:
 
 
 def _generated(
-    model: Any, prompt: tuple[int, ...], new_tokens: int, options: dict[str, Any]
-) -> list[int]:
-    ids = torch.tensor([prompt], device=model.device)
+    model: Any,
+    prompts: Sequence[tuple[int, ...]],
+    new_tokens: int,
+    ignore_eos: bool,
+    options: dict[str, Any],
+) -> list[list[int]]:
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(each)) + list(each) for each in prompts])
+    there = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in prompts])
+    options = {"do_sample": False} | ({"eos_token_id": None} if ignore_eos else {}) | options
+    ends = options.get("eos_token_id", model.generation_config.eos_token_id)
+    ends = {ends} if isinstance(ends, int | None) else {*ends}
     out = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
+        input_ids=ids.to(model.device),
+        attention_mask=there.to(model.device),
         max_new_tokens=new_tokens,
         pad_token_id=0,
         **options,
     )
-    return list(out[0, len(prompt) :].tolist())
+    rows = out[:, longest:].tolist()
+    return [row[: next((i for i, t in enumerate(row, 1) if t in ends), None)] for row in rows]

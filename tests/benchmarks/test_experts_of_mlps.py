@@ -10,7 +10,7 @@ from benchmarks.quantization.experts import with_experts
 from planner.model.finding import model_shape
 from planner.model.weight_check import check_weights
 from tests.actors.configs import CONFIGS, LAYERS
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 
 NEW_TOKENS = 9
 
@@ -30,6 +30,6 @@ def test_tokens_are_those_of_the_dense_model(name: str, split: bool, tmp_path: P
     with_experts(tmp_path / "dense", folder, experts=5, asked=2, split=split)
     assert check_weights(folder, model_shape(folder)) is None
     prompts = random_prompts((7, 12, 1))
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     stages = stages_of(folder, (0, 2, LAYERS), len(prompts), 12 + NEW_TOKENS)
     assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=2) == expected

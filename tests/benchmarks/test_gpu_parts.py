@@ -35,7 +35,7 @@ from quant.backends.kernel_classes import BACKENDS
 from quant.scheme import LinearShape
 from tests.actors.configs import CONFIGS
 from tests.actors.models import save_tiny
-from tests.actors.stage.test_decode_graphs import use_recorder
+from tests.actors.recorder import use_recorder
 from tests.cuda_emulation import needs_compiler
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from quant.scheme import Processor
 from tests.actors.configs import CONFIGS, LAYERS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import random_prompts, reference, save_tiny, specs_of, stages_of
+from tests.actors.models import random_prompts, references, save_tiny, specs_of, stages_of
 from tests.actors.schedule.exegpt_cases import queue_sizes_of
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11, 3, 6, 9, 4, 7) * 2
@@ -59,8 +59,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         config = copy.deepcopy(CONFIGS[name])
         config.eos_token_id = ENDS
         model = save_tiny(folder, config)
-        rows = list(zip(PROMPTS, LIMITS, strict=True))
-        tokens = [reference(model, *row, eos_token_id=ENDS) for row in rows]
+        tokens = references(model, PROMPTS, LIMITS, eos_token_id=ENDS)
         early = [len(each) < limit for each, limit in zip(tokens, LIMITS, strict=True)]
         assert any(early)
         assert not all(early)

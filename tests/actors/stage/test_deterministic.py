@@ -18,7 +18,7 @@ from quant.devices import local_processor
 from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, STATE_CONFIGS, VOCABULARY
 from tests.actors.interleaving import LARGEST_SPARE, RandomPolicy
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import random_prompts, reference, save_tiny, specs_of
+from tests.actors.models import random_prompts, references, save_tiny, specs_of
 from tests.actors.thread_ranks import divided
 
 CPU = torch.device("cpu")
@@ -171,9 +171,9 @@ def test_tokens_are_those_of_generate(name: str, tmp_path: Path) -> None:
     greedy = [replace(each, sampling=Sampling(ignore_eos=True)) for each in requests()]
     policy = RandomPolicy(SLOTS, KV_TOKENS, 0, lambda ranges: None)
     tokens = policy.run(greedy, LocalPipeline(stages(tmp_path, (0, 2, LAYERS))).submit)
-    for each in greedy:
-        expected = reference(model, each.prompt_ids, NEW_TOKENS, ignore_eos=True)
-        assert tokens[each.custom_id] == expected
+    prompts = [each.prompt_ids for each in greedy]
+    expected = references(model, prompts, NEW_TOKENS, ignore_eos=True)
+    assert [tokens[each.custom_id] for each in greedy] == expected
 
 
 def test_a_request_that_is_replayed_goes_on_as_it_would_have(folders: dict[str, Path]) -> None:

@@ -39,7 +39,7 @@ from quant.common.errors import DeviceError, SpecError
 from tests.actors.batches import batch_in_ranges
 from tests.actors.configs import CONFIGS
 from tests.actors.local_pipeline import metered
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 
 SCALE = 0.5
 CLUSTER = """
@@ -337,7 +337,7 @@ def test_warming_up_leaves_nothing_behind(tmp_path: Path) -> None:
         warm_up(stage, times_of(1, 1, 0))
         assert meter.tokens()["decode"] > 0, "largest micro-batches of both phases"
     found = generate(stages, prompts, 6, prefill=2, decode=3)
-    assert found == [reference(model, prompt, 6) for prompt in prompts]
+    assert found == references(model, prompts, 6)
 
 
 ONE, ZERO = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)

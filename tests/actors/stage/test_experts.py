@@ -23,7 +23,7 @@ from quant.loading.loader import module_nbytes
 from quant.rounding.ways import Rounding
 from quant.scheme import Processor
 from tests.actors.configs import EVERY_CONFIG, LATENT_CONFIGS, LAYERS
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 
 LENGTHS = (5, 11, 1, 8)
 NEW_TOKENS = 7
@@ -65,7 +65,7 @@ def test_tokens_of_packed_experts_are_those_of_what_they_stand_for(
     model = save_tiny(tmp_path, EVERY_CONFIG[name])
     represent(model, bits)
     prompts = random_prompts(LENGTHS)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     stages = stages_of(
         tmp_path, (0, 2, LAYERS), len(prompts), max(LENGTHS) + NEW_TOKENS, bits, processor=PLAIN
     )
@@ -94,7 +94,7 @@ def test_experts_that_are_stored_in_four_bits_are_decoded(tmp_path: Path) -> Non
     settings.write_text(json.dumps(stored))
     assert check_weights(tmp_path, model_shape(tmp_path)) is None
     prompts = random_prompts(LENGTHS)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), max(LENGTHS) + NEW_TOKENS)
     assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected
 
@@ -110,7 +110,7 @@ def test_a_layer_that_predicts_further_ahead_is_not_run(tmp_path: Path) -> None:
     save_file(tensors, file)
     assert check_weights(tmp_path, model_shape(tmp_path)) is None
     prompts = random_prompts(LENGTHS)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), max(LENGTHS) + NEW_TOKENS)
     assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected
 

@@ -21,7 +21,7 @@ from tests.actors.batches import batch_in_ranges
 from tests.actors.configs import CONFIGS, LATENT_CONFIGS, LAYERS, STATE_CONFIGS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline, metered
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11, 3)
 NEW_TOKENS = 10
@@ -42,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     def made(name: str) -> tuple[Path, list[list[int]]]:
         folder = tmp_path_factory.mktemp(name)
         model = save_tiny(folder, (CONFIGS | STATE_CONFIGS | LATENT_CONFIGS)[name])
-        return folder, [reference(model, each, NEW_TOKENS, ignore_eos=True) for each in PROMPTS]
+        return folder, references(model, PROMPTS, NEW_TOKENS, ignore_eos=True)
 
     return made
 

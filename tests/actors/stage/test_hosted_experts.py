@@ -21,7 +21,7 @@ from quant.hosted_experts import HostedExperts
 from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
 from tests.actors.configs import EVERY_CONFIG, LAYERS
-from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, specs_of
 from tests.paths import EXAMPLES, SPECS
 from tests.planner.plan_alone import find_plan
 
@@ -42,7 +42,7 @@ def test_tokens_equal_generate_with_the_experts_that_the_bits_stand_for(
             for index, weight in enumerate(weights):
                 weights[index] = dequantize(quantize(weight, bits))
     prompts = random_prompts(LENGTHS)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     specs = [
         replace(
             spec,
@@ -64,7 +64,7 @@ def test_what_plays_a_stage_hosts_its_experts_too(tmp_path: Path) -> None:
     model = save_tiny(tmp_path, EVERY_CONFIG["qwen3_moe"])
     shape = model_shape(str(tmp_path))
     prompts = random_prompts(LENGTHS)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     specs = []
     for spec in specs_of(tuple(range(LAYERS + 1)), len(prompts), max(LENGTHS) + NEW_TOKENS):
         layers = range(10 * spec.index, 10 * (spec.index + 1))
@@ -96,7 +96,7 @@ def test_a_plan_for_small_devices_hosts_experts_and_its_tokens_are_those_of_gene
     stages = [Stage(stage_spec(plan, each), tmp_path, cpu, Processor()) for each in plan.stages]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     prompts = [tuple(row["prompt"]) for row in rows[:5]]
-    expected = [reference(model, prompt, workload.new_tokens) for prompt in prompts]
+    expected = references(model, prompts, workload.new_tokens)
     assert generate(stages, prompts, workload.new_tokens, prefill=1, decode=4) == expected
     for stage, planned in zip(stages, plan.stages, strict=True):
         experts = [each for each in stage._model.modules() if isinstance(each, HostedExperts)]

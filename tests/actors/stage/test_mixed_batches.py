@@ -24,7 +24,7 @@ from tests.actors.configs import EVERY_CONFIG, LAYERS, SHARED_CONFIGS, STATE_CON
 from tests.actors.interleaving import LARGEST_SPARE, RandomPolicy
 from tests.actors.linking import CPU, GPU, meet_on_gpus
 from tests.actors.local_pipeline import LocalPipeline, metered
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 from tests.actors.pretend_nccl import PretendGpus
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 8, 3)
@@ -130,7 +130,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     def made(name: str) -> tuple[Path, list[list[int]]]:
         folder = tmp_path_factory.mktemp(name)
         model = save_tiny(folder, (EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS)[name])
-        return folder, [reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+        return folder, references(model, PROMPTS, NEW_TOKENS)
 
     return made
 

@@ -18,7 +18,7 @@ from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
 from tests.actors.configs import CONFIGS, LAYERS
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 SPLIT = 2
@@ -103,7 +103,7 @@ def test_float16_after_float32_generates_what_both_in_float32_do(
     prompts = random_prompts((7, 4, 9))
     stages = mixed_stages(tmp_path, "float32", "float16", head_on_first)
     tokens = generate(stages, prompts, 8, prefill=2, decode=3)
-    expected = [reference(model, prompt, 8) for prompt in prompts]
+    expected = references(model, prompts, 8)
     same = sum(a == b for mine, other in zip(tokens, expected, strict=True)
                for a, b in zip(mine, other, strict=False))  # fmt: skip
     assert same >= 0.8 * sum(map(len, expected))

@@ -35,7 +35,7 @@ from quant.scheme import Processor
 from tests.actors.configs import CONFIGS, LATENT_CONFIGS, LAYERS, STATE_CONFIGS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, specs_of, stages_of
 from tests.actors.thread_ranks import divided
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11, 3, 6, 9, 4, 7)
@@ -79,7 +79,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         if name == "mistral-sliding":  # small enough for rooms
             config = MistralConfig(**config.to_dict() | {"sliding_window": 2})
         model = save_tiny(folder, config)
-        tokens = [reference(model, each, NEW_TOKENS, ignore_eos=True) for each in PROMPTS]
+        tokens = references(model, PROMPTS, NEW_TOKENS, ignore_eos=True)
         return folder, tokens
 
     return made

@@ -12,7 +12,7 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4Tex
 from llmpq.model_check import checked_shape, left_out_note
 from quant.common.errors import SpecError
 from tests.actors.configs import LAYERS, SHARED_CONFIGS
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 
 LENGTHS, NEW_TOKENS = (5, 11, 1, 8), 9
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -42,7 +42,7 @@ def test_layers_of_both_types_share_on_one_stage(tmp_path: Path) -> None:
     assert shape.joined == (2, 3, 4)
     assert left_out_note(tmp_path) is not None
     prompts = random_prompts(LENGTHS)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     for bounds in ((0, LAYERS), (0, 1, LAYERS)):
         stages = stages_of(tmp_path, bounds, len(prompts), max(LENGTHS) + NEW_TOKENS)
         assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected

@@ -26,7 +26,7 @@ from quant.common.errors import CheckpointError, DeviceError
 from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
 from tests.actors.configs import CONFIGS, LAYERS
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 
 MIXED_BITS = (4, 16, 3, 8, 4)
 SLOTS, MOST_TOKENS = 4, 30
@@ -56,7 +56,7 @@ def test_quantized_stages_equal_the_model_with_rounded_weights(tmp_path: Path) -
     prompts = random_prompts((5, 12, 9))
     weight_only = Processor(instruction_sets=frozenset())
     stages = stages_of(tmp_path, (0, 2, LAYERS), 3, MOST_TOKENS, MIXED_BITS, processor=weight_only)
-    expected = [reference(model, prompt, 12) for prompt in prompts]
+    expected = references(model, prompts, 12)
     assert generate(stages, prompts, 12, prefill=2, decode=3) == expected
 
 

@@ -47,7 +47,7 @@ from tests.actors.configs import (
     STATE_CONFIGS,
     VOCABULARY,
 )
-from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of
+from tests.actors.models import generate, random_prompts, reference, references, save_tiny, specs_of
 from tests.actors.thread_ranks import divided, following, load_ranks, thread_groups
 
 ALL = EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS
@@ -95,7 +95,7 @@ def test_greedy_tokens_equal_generate(
 ) -> None:
     model = save_tiny(tmp_path, ALL[name], shard="60KB")
     prompts = random_prompts(LENGTHS)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     specs = specs_of(BOUNDS, len(prompts), max(LENGTHS) + NEW_TOKENS, head_on_first=head_on_first)
     with divided(specs, degrees, tmp_path) as stages:
         assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected

@@ -21,7 +21,7 @@ from quant.checkpoint.text_part import WRAPPERS
 from quant.common.errors import SpecError
 from quant.scheme import GptqOptions
 from tests.actors.configs import EVERY_CONFIG, LAYERS, VOCABULARY
-from tests.actors.models import generate, random_prompts, reference, stages_of
+from tests.actors.models import generate, random_prompts, references, stages_of
 
 CPU = torch.device("cpu")
 LENGTHS, NEW_TOKENS = (5, 11, 1, 8), 7
@@ -87,7 +87,7 @@ def test_tokens_of_the_text_part_equal_those_of_the_whole(
     assert {*note.partition("(")[2].partition(")")[0].split(", ")} == parts
     assert {*end_tokens(tmp_path).sources} == {2}
     prompts = random_prompts(LENGTHS)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     for bounds in ((0, LAYERS), (0, 2, LAYERS)):
         stages = stages_of(tmp_path, bounds, len(prompts), max(LENGTHS) + NEW_TOKENS)
         assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected

@@ -13,7 +13,7 @@ from actors.stage.model_config import check_frequencies_agree
 from planner.model.finding import model_shape
 from quant.common.errors import SpecError
 from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, SHARED_CONFIGS, STATE_CONFIGS
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 
 ALL = EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)
@@ -39,7 +39,7 @@ def test_greedy_tokens_equal_generate(
 ) -> None:
     model = save_tiny(tmp_path, ALL[name], shard="60KB")
     prompts = random_prompts(LENGTHS)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     for bounds, head_on_first in layouts:
         stages = stages_of(
             tmp_path, bounds, len(prompts), max(LENGTHS) + NEW_TOKENS, head_on_first=head_on_first
@@ -61,7 +61,7 @@ def test_positions_beyond_those_of_training_equal_generate(
     most = model_shape(tmp_path).max_positions
     assert most == 4 * (trained or 10)
     prompts = random_prompts((most - NEW_TOKENS, 3))
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), most)
     assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=2) == expected
 
@@ -78,7 +78,7 @@ def test_frequencies_of_longrope_are_those_of_the_longest_request(
     model = save_tiny(tmp_path, type(EVERY_CONFIG["phi3"]).from_dict(values))
     assert model_shape(tmp_path).max_positions == 128
     prompts = random_prompts(lengths)
-    expected = [reference(model, prompt, new_tokens) for prompt in prompts]
+    expected = references(model, prompts, new_tokens)
     longest = max(lengths) + new_tokens
     stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), longest)
     assert generate(stages, prompts, new_tokens, prefill=2, decode=2) == expected
@@ -100,7 +100,7 @@ def test_equal_length_batches_take_the_dense_path_to_the_same_tokens(
 ) -> None:
     model = save_tiny(tmp_path, CONFIGS[name])
     prompts = random_prompts((9,) * 6)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     stages = stages_of(tmp_path, (0, 3, LAYERS), len(prompts), 9 + NEW_TOKENS)
     assert generate(stages, prompts, NEW_TOKENS, prefill=3, decode=6) == expected
 
@@ -110,7 +110,7 @@ def test_micro_batch_sizes_do_not_change_tokens(prefill: int, decode: int, tmp_p
     model = save_tiny(tmp_path, CONFIGS["llama"])
     prompts = random_prompts(LENGTHS)
     counts = [3, NEW_TOKENS, 1, 9, NEW_TOKENS, 6, 2]
-    expected = [reference(model, p, n) for p, n in zip(prompts, counts, strict=True)]
+    expected = references(model, prompts, counts)
     stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), max(LENGTHS) + NEW_TOKENS)
     assert generate(stages, prompts, counts, prefill, decode) == expected
 
@@ -120,7 +120,7 @@ def test_slots_are_reused_by_the_next_global_batch(tmp_path: Path) -> None:
     stages = stages_of(tmp_path, (0, 2, LAYERS), 3, 30)
     for seed, lengths in enumerate([(16, 12, 9), (2, 5, 3)]):
         prompts = random_prompts(lengths, seed)
-        expected = [reference(model, prompt, 10) for prompt in prompts]
+        expected = references(model, prompts, 10)
         assert generate(stages, prompts, 10, prefill=2, decode=2) == expected
 
 
@@ -133,6 +133,6 @@ def test_newcomers_join_running_groups_without_changing_tokens(
     model = save_tiny(tmp_path, CONFIGS[name])
     prompts = random_prompts(LENGTHS * 3)
     counts = [1 + 5 * i % NEW_TOKENS for i in range(len(prompts))]
-    expected = [reference(model, p, n) for p, n in zip(prompts, counts, strict=True)]
+    expected = references(model, prompts, counts)
     stages = stages_of(tmp_path, bounds, 4, max(LENGTHS) + NEW_TOKENS)
     assert generate(stages, prompts, counts, prefill=2, decode=2) == expected

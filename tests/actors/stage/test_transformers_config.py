@@ -14,7 +14,7 @@ from actors.stage.model_config import check_transformers_builds, read_config
 from planner.model.finding import model_shape
 from quant.common.errors import CheckpointError
 from tests.actors.configs import CONFIGS, LAYERS
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 
 
 def put_head(folder: Path, differs: bool) -> None:
@@ -35,7 +35,7 @@ def test_a_stored_head_is_tied_where_transformers_ties_it(differs: bool, tmp_pat
     assert read_config(tmp_path).tie_word_embeddings is not differs
     assert model_shape(tmp_path).tied_embeddings is not differs
     prompts = random_prompts((5, 9))
-    expected = [reference(model, prompt, 6) for prompt in prompts]
+    expected = references(model, prompts, 6)
     for bounds in ((0, LAYERS), (0, 2, LAYERS)):
         stages = stages_of(tmp_path, bounds, 2, 20)
         assert generate(stages, prompts, 6, prefill=2, decode=2) == expected

@@ -16,7 +16,7 @@ import pytest
 from llmpq import Plan
 from llmpq.cli import jobs
 from llmpq.cli import run as run_cli
-from tests.actors.models import random_prompts, reference
+from tests.actors.models import random_prompts, reference, references
 from tests.llmpq.conftest import NEW_TOKENS
 from tests.llmpq.fake_jobs import results_in, write_prompts
 from tests.llmpq.processes import AGENTS, children_of, name_of, wait_until_gone
@@ -81,7 +81,7 @@ def test_killed_at_once_and_resumed(
     assert jobs.main(["list", str(tmp_path)]) == 0
     assert f"{ROWS}/{ROWS}" in capsys.readouterr().out
     found = results_in(tmp_path / "out.jsonl")
-    expected = [reference(tiny[1], prompt, NEW_TOKENS) for prompt in drawn]
+    expected = references(tiny[1], drawn, NEW_TOKENS)
     assert len(found) == ROWS
     for i in range(ROWS):
         assert found[f"q{i}"]["token_ids"] == expected[i % 16]

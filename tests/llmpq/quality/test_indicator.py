@@ -49,7 +49,7 @@ OUTLIERS = LlamaConfig(
     vocab_size=VOCABULARY,
     hidden_size=512,
     intermediate_size=512,
-    num_hidden_layers=LAYERS,
+    num_hidden_layers=2,
     num_attention_heads=4,
     max_position_embeddings=64,
 )

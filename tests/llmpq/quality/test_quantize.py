@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from copy import deepcopy
 from dataclasses import replace
@@ -33,13 +32,12 @@ from llmpq.quality.quantize import Quantization, quantize_checkpoint, shared_inp
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, PlanMismatchError, SpecError
 from quant.loading.emulated_kernels import Compute, LayerScheme
-from quant.rounding import gptq_writer
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.gptq import gptq
 from quant.rounding.gptq_format import read_gptq
 from quant.scheme import GptqOptions, Processor
 from tests.actors.configs import VOCABULARY
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 from tests.llmpq.commands import exit_code
 
 pytestmark = pytest.mark.usefixtures("short_measurement")
@@ -151,7 +149,7 @@ def test_tokens_are_those_of_the_library(llama: tuple[Path, Any]) -> None:
     patch(model, Checkpoint(folder), BITS)
     prompts = random_prompts((5, 9, 14))
     stages = stages_of(folder, (0, 2, 5), 3, 24, bits=BITS, processor=PLAIN_CPU)
-    assert generate(stages, prompts, 8, 2, 3) == [reference(model, p, 8) for p in prompts]
+    assert generate(stages, prompts, 8, 2, 3) == references(model, prompts, 8)
 
 
 @pytest.mark.parametrize(
@@ -229,71 +227,6 @@ def test_configuration(llama: tuple[Path, Any]) -> None:
 def test_another_plan_is_refused(llama: tuple[Path, Any]) -> None:
     with pytest.raises(PlanMismatchError, match=r"layers\.0.* 3 bits, .* gives its layer 4"):
         stages_of(llama[0] / "made", (0, 5), 1, 8, bits=4)
-
-
-def replaced(path: Path) -> None:
-    (path / "made").mkdir()
-    (path / "made" / "old").touch()
-    (path / "made" / "config.json").write_text("{}")
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tiny(tmp_path / "model", CONFIGS["llama"])
-    replaced(tmp_path)
-    saved = []
-
-    def fill_up(tensors: object, path: Path, **_: object) -> None:
-        saved.append(path)
-        if len(saved) == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        path.write_bytes(b"half")
-
-    monkeypatch.setattr(gptq_writer, "save_file", fill_up)
-    with pytest.raises(InputError, match=r"cannot write .*made .*No space left on device"):
-        quantize_checkpoint(tmp_path / "model", tmp_path / "made", calibrated(), overwrite=True)
-    assert len(saved) == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
-    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["config.json", "old"]
-
-
-def test_an_old_folder_gives_way(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", CONFIGS["llama"])
-    replaced(tmp_path)
-    with pytest.raises(InputError, match="exists already; name a new folder or pass --overwrite"):
-        make(tmp_path / "model", tmp_path / "made")
-    quantize_checkpoint(tmp_path / "model", tmp_path / "made", calibrated(), overwrite=True)
-    assert not (tmp_path / "made" / "old").exists()
-    assert Checkpoint(tmp_path / "made").gptq is not None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
-
-
-def test_nothing_but_another_model_is_overwritten(tmp_path: Path) -> None:
-    """Neither folders around the model nor in it, nor what is no model."""
-    outer = tmp_path / "outer"
-    save_tiny(outer / "model", CONFIGS["llama"])
-    (outer / "model" / "inner").mkdir()
-    (tmp_path / "link").symlink_to(outer, target_is_directory=True)
-    (tmp_path / "again").symlink_to("again")
-    for folder in (outer, outer / "model" / "inner"):
-        (folder / "config.json").write_text("{}")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "thesis.tex").touch()
-    before = sorted(tmp_path.rglob("*"))
-    wrong = {
-        outer: "one lies in the other",
-        tmp_path: "one lies in the other",
-        tmp_path / "link": "one lies in the other",
-        tmp_path / "link" / "model": "is the model itself",
-        outer / "model" / "inner": "one lies in the other",
-        outer / "model" / "new" / "er": "one lies in the other",
-        tmp_path / "notes": r"holds no config\.json: .*name another folder or remove it",
-        outer / "config.json": r"holds no config\.json",
-        tmp_path / "again": "cannot write",
-    }
-    for target, message in wrong.items():
-        with pytest.raises(InputError, match=message):
-            quantize_checkpoint(outer / "model", target, calibrated(), overwrite=True)
-        assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from llmpq.cli.serve import _run_options
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
-from tests.actors.models import random_prompts, reference
+from tests.actors.models import named, random_prompts, references
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.planner.bounded import bounded
 
@@ -54,10 +54,9 @@ def test_a_stage_that_dies_is_survived_token_for_token(
                 ray.kill(group.stages[1].actor)
         stats = group.observer.figures()
     assert [event.stage for event in events] == [1]
-    assert {name: list(each.token_ids) for name, each in found.items()} == {
-        str(i): reference(tiny[1], prompt, limit)
-        for i, (prompt, limit) in enumerate(zip(PROMPTS, limits, strict=True))
-    }
+    assert {name: list(each.token_ids) for name, each in found.items()} == named(
+        references(tiny[1], PROMPTS, limits)
+    )
     assert all(each.mixed.micro_batches == 0 for each in stats)
     assert stats[0].queue is not None
     assert stats[0].queue.slots == group.sizes.slots == 13
@@ -81,15 +80,14 @@ def test_a_plan_under_a_bound_is_run_by_its_schedule(
         for i, each in enumerate(PROMPTS)
     ]
     found = {each.custom_id: list(each.token_ids) for each in plan.run(rows)}
-    assert found == {
-        str(i): reference(tiny[1], each, 1 + i % NEW_TOKENS) for i, each in enumerate(PROMPTS)
-    }
+    limits = [1 + i % NEW_TOKENS for i in range(len(PROMPTS))]
+    assert found == named(references(tiny[1], PROMPTS, limits))
 
 
 def test_rows_of_a_run_have_their_tokens(tiny: tuple[Path, Any], exegpt: Plan) -> None:
     rows = [{"custom_id": str(i), "prompt": list(each)} for i, each in enumerate(PROMPTS)]
     found = {each.custom_id: list(each.token_ids) for each in exegpt.run(rows)}
-    assert found == {str(i): reference(tiny[1], each, NEW_TOKENS) for i, each in enumerate(PROMPTS)}
+    assert found == named(references(tiny[1], PROMPTS, NEW_TOKENS))
 
 
 def test_a_plan_without_a_schedule_is_refused_before_anything_starts(plan: Plan) -> None:

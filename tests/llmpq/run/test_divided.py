@@ -21,7 +21,7 @@ from actors.stage_group import GroupOptions, StageGroup
 from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
 from tests.actors.configs import CONFIGS
-from tests.actors.models import random_prompts, reference, save_tiny
+from tests.actors.models import random_prompts, references, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.divided_plans import GIB, SCHEDULE, divided_plan
 
@@ -68,7 +68,7 @@ def tokens_of(finished: list[Finished]) -> dict[str, list[int]]:
 @pytest.fixture(scope="module")
 def greedy(tiny: tuple[Path, Any]) -> list[list[int]]:
     """What transformers' `generate` gives for each prompt; fewer tokens are the first of these."""
-    return [reference(tiny[1], prompt, NEW_TOKENS) for prompt in PROMPTS]
+    return references(tiny[1], PROMPTS, NEW_TOKENS)
 
 
 def right(count: int, greedy: list[list[int]], first: int = 0) -> dict[str, list[int]]:
@@ -276,7 +276,7 @@ def test_models_and_plans_of_many_kinds(
         found = tokens_of([each for some in group.generate(requests(40)) for each in some])
         assert group.observer.figures()[-1].prefill_tokens == 0
     if kv_bits == 16:
-        whole = [reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+        whole = references(model, PROMPTS, NEW_TOKENS)
         assert found == right(40, whole)
         return
     alone = replace(plan, prefill_plan=None, policy=PolicyOptions())

@@ -17,7 +17,7 @@ from llmpq.errors import SpecError
 from planner.fleet.fleet_spec import FleetSpec
 from planner.plan.spec import PlanSpec, undivided
 from quant.common.errors import DeviceError
-from tests.actors.models import random_prompts, reference
+from tests.actors.models import random_prompts, references
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.divided_plans import divided_plan
 from tests.llmpq.fake_jobs import write_prompts
@@ -36,7 +36,7 @@ def spec(tiny: tuple[Path, Any]) -> PlanSpec:
 
 @pytest.fixture(scope="module")
 def greedy(tiny: tuple[Path, Any]) -> list[list[int]]:
-    return [reference(tiny[1], prompt, NEW_TOKENS) for prompt in PROMPTS]
+    return references(tiny[1], PROMPTS, NEW_TOKENS)
 
 
 def test_the_command_runs_it_and_its_job_shows_all_stages(

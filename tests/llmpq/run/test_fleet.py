@@ -21,7 +21,7 @@ from llmpq.cli.run import main
 from llmpq.errors import SpecError
 from planner.fleet.fleet_spec import shown_plan
 from planner.plan.spec import PlanSpec
-from tests.actors.models import random_prompts, reference
+from tests.actors.models import random_prompts, references
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.fake_jobs import write_prompts
 
@@ -36,7 +36,7 @@ COUNT, PAUSE_AT = 240, 160
 @pytest.fixture(scope="module")
 def greedy(tiny: tuple[Path, Any]) -> list[list[int]]:
     """What transformers' `generate` gives for each prompt."""
-    return [reference(tiny[1], prompt, NEW_TOKENS) for prompt in PROMPTS]
+    return references(tiny[1], PROMPTS, NEW_TOKENS)
 
 
 def test_a_session_gives_the_tokens_of_generate_by_all_pipelines(

@@ -10,7 +10,7 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli.main import main
-from tests.actors.models import reference
+from tests.actors.models import references
 from tests.paths import EXAMPLES, SPECS
 
 
@@ -33,6 +33,6 @@ def test_tokens_are_those_of_generate_and_a_bad_row_is_an_error(
     found = {row["custom_id"]: row for row in map(json.loads, output.read_text().splitlines())}
     *good, bad = map(json.loads, rows.read_text().splitlines())
     assert len(good) == 12
-    for row in good:
-        assert found[row["custom_id"]]["token_ids"] == reference(model, row["prompt"], 8)
+    expected = references(model, [tuple(row["prompt"]) for row in good], 8)
+    assert [found[row["custom_id"]]["token_ids"] for row in good] == expected
     assert "beyond the vocabulary" in found[bad["custom_id"]]["error"]

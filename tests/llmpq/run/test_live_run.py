@@ -14,7 +14,7 @@ from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
 from planner.scheduling import PolicyOptions, RequestSchedule
-from tests.actors.models import random_prompts, reference
+from tests.actors.models import named, random_prompts, references
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -71,7 +71,7 @@ def test_rows_come_one_by_one_while_a_stage_dies(
     assert stats.queue is not None
     assert (stats.queue.waiting, stats.queue.in_slots, stats.queue.micro_batches) == (0, 0, 0)
     assert "their sum at most" in str(ended.pop(TOO_LONG))
-    whole = {str(i): reference(tiny[1], p, NEW_TOKENS) for i, p in enumerate(PROMPTS)}
+    whole = named(references(tiny[1], PROMPTS, NEW_TOKENS))
     assert {each.custom_id: list(each.token_ids) for each in after} == {
         i: whole[i] for i in ("0", "1", "2")
     }

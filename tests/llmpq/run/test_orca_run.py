@@ -15,7 +15,7 @@ from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
 from planner.scheduling import PolicyOptions
 from quant.common.errors import SpecError
-from tests.actors.models import random_prompts, reference
+from tests.actors.models import random_prompts, references
 from tests.llmpq.conftest import BATCH, NEW_TOKENS, PROMPT_LENGTH
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -36,8 +36,8 @@ def test_tokens_are_those_of_generate(
     ]
     found = {r.custom_id: r for r in plan.run(rows, policy="orca", **options)}
     assert len(found) == len(rows)
-    for i, prompt in enumerate(PROMPTS):
-        expected = reference(tiny[1], prompt, 1 + i % NEW_TOKENS)
+    limits = [1 + i % NEW_TOKENS for i in range(len(PROMPTS))]
+    for i, expected in enumerate(references(tiny[1], PROMPTS, limits)):
         assert list(found[str(i)].token_ids) == expected
 
 
@@ -74,8 +74,8 @@ def test_a_stage_that_dies_is_survived_token_for_token(tiny: tuple[Path, Any], p
                 killed = True
                 ray.kill(group.stages[1].actor)
     assert events
-    for i, prompt in enumerate(PROMPTS):
-        assert list(found[str(i)].token_ids) == reference(tiny[1], prompt, NEW_TOKENS)
+    for i, expected in enumerate(references(tiny[1], PROMPTS, NEW_TOKENS)):
+        assert list(found[str(i)].token_ids) == expected
 
 
 def test_options_of_a_policy_are_checked_before_anything_starts(plan: Plan) -> None:

@@ -19,7 +19,7 @@ from llmpq.run.engine import RunResources
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
 from planner.assumed_predictor import predictor_file
-from tests.actors.models import random_prompts, reference
+from tests.actors.models import random_prompts, references
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.lengths.learnable import by_prompt_length
 from tests.llmpq.processes import alive
@@ -44,8 +44,9 @@ def predictor(tmp_path: Path, tiny: tuple[Path, Any]) -> Path:
 def check(found: dict[str, tuple[int, ...]], model: Any) -> None:
     """Each row has the tokens of `generate`."""
     assert len(found) == len(ROWS)
-    for i, prompt in enumerate(PROMPTS):
-        assert list(found[str(i)]) == reference(model, prompt, 1 + i % NEW_TOKENS)
+    limits = [1 + i % NEW_TOKENS for i in range(len(PROMPTS))]
+    for i, expected in enumerate(references(model, PROMPTS, limits)):
+        assert list(found[str(i)]) == expected
 
 
 def run_all(

@@ -25,7 +25,7 @@ from planner.scheduling import PolicyOptions
 from quant.devices import local_processor
 from quant.loading.emulated_kernels import LayerScheme
 from tests.actors.configs import LAYERS
-from tests.actors.models import generate, random_prompts, reference, stages_of
+from tests.actors.models import generate, random_prompts, references, stages_of
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
 from tests.llmpq.divided_plans import divided
 from tests.llmpq.faulty import LARGEST, FaultyRank
@@ -85,9 +85,10 @@ class Run:
 
     def check(self, model: Any, prefix: str = "") -> None:
         assert len(self.ended) == COUNT
-        for i in range(0, COUNT, 5):
-            expected = reference(model, PROMPTS[i], 1 + i % NEW_TOKENS)
-            assert list(self.ended[f"{prefix}{i}"].token_ids) == expected
+        some = range(0, COUNT, 5)
+        limits = [1 + i % NEW_TOKENS for i in some]
+        found = [list(self.ended[f"{prefix}{i}"].token_ids) for i in some]
+        assert found == references(model, [PROMPTS[i] for i in some], limits)
 
     @property
     def faults(self) -> list[tuple[str, int | None]]:

@@ -25,7 +25,7 @@ from quant.common.errors import (
     StageLostError,
 )
 from tests.actors.configs import CONFIGS
-from tests.actors.models import random_prompts, reference, save_tiny
+from tests.actors.models import random_prompts, reference, references, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
 from tests.llmpq.processes import NewActors
 
@@ -48,8 +48,7 @@ def test_three_actors_give_the_tokens_of_generate(tiny: tuple[Path, Any], plan: 
     prompts = random_prompts(LENGTHS)
     assert len(plan.stages) == 3
     results = {r.custom_id: r for r in plan.run(rows_for(prompts))}
-    for i, prompt in enumerate(prompts):
-        expected = reference(tiny[1], prompt, NEW_TOKENS)
+    for i, expected in enumerate(references(tiny[1], prompts, NEW_TOKENS)):
         assert list(results[f"row-{i}"].token_ids) == expected
         assert results[f"row-{i}"].error is None
 
@@ -66,7 +65,7 @@ def test_random_sampling_does_not_depend_on_the_plan(
         {r.custom_id: list(r.token_ids) for r in p.run(prompts, sampling)} for p in (plan, other)
     )
     assert first == second
-    greedy = [reference(tiny[1], tuple(prompt), NEW_TOKENS) for prompt in prompts]
+    greedy = references(tiny[1], list(map(tuple, prompts)), NEW_TOKENS)
     assert first != {f"row-{i}": tokens for i, tokens in enumerate(greedy)}
 
 

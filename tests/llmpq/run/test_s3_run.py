@@ -17,7 +17,7 @@ from actors.stage_figures import QueueDepth
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
 from planner.scheduling import PolicyOptions
-from tests.actors.models import random_prompts, reference
+from tests.actors.models import named, random_prompts, references
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -56,10 +56,7 @@ def options_for(events: list[RecoveryEvent], transport: Any) -> GroupOptions:
 
 @pytest.fixture(scope="module")
 def expected(tiny: tuple[Path, Any]) -> dict[str, list[int]]:
-    return {
-        str(i): reference(tiny[1], prompt, NEW_TOKENS, ignore_eos=True)
-        for i, prompt in enumerate(PROMPTS)
-    }
+    return named(references(tiny[1], PROMPTS, NEW_TOKENS, ignore_eos=True))
 
 
 @pytest.mark.parametrize(
@@ -138,6 +135,6 @@ def test_a_plan_is_run_by_its_name(tiny: tuple[Path, Any], plan: Plan) -> None:
         for i, prompt in enumerate(PROMPTS)
     ]
     found = {r.custom_id: r for r in plan.run(rows, policy="s3", max_batch_size=5)}
-    for i, prompt in enumerate(PROMPTS):
-        wanted = reference(tiny[1], prompt, 1 + i % NEW_TOKENS)
+    limits = [1 + i % NEW_TOKENS for i in range(len(PROMPTS))]
+    for i, wanted in enumerate(references(tiny[1], PROMPTS, limits)):
         assert list(found[str(i)].token_ids) == wanted

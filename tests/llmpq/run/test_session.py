@@ -18,7 +18,7 @@ from actors.recovery.policy import RecoveryEvent
 from llmpq import Plan, Sampling
 from llmpq.run.session import Session
 from quant.common.errors import DeviceLostError, InputError, SpecError, StageLostError
-from tests.actors.models import random_prompts, reference
+from tests.actors.models import random_prompts, references
 from tests.llmpq.conftest import NEW_TOKENS
 from tests.llmpq.processes import NewActors
 
@@ -47,7 +47,7 @@ def session(local_ray: None, plan: Plan, faults: list[RecoveryEvent]) -> Iterato
 @pytest.fixture(scope="module")
 def greedy(tiny: tuple[Path, Any]) -> list[list[int]]:
     """What transformers' `generate` gives for each prompt."""
-    return [reference(tiny[1], prompt, NEW_TOKENS) for prompt in PROMPTS]
+    return references(tiny[1], PROMPTS, NEW_TOKENS)
 
 
 def tokens_of(results: Any) -> list[list[int]]:

@@ -18,7 +18,7 @@ from llmpq import Cluster, Plan, Workload
 from planner.cluster.spec import ClusterSpec
 from planner.scheduling import PolicyOptions
 from tests.actors.configs import STATE_CONFIGS
-from tests.actors.models import random_prompts, reference, save_tiny
+from tests.actors.models import named, random_prompts, references, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.divided_plans import divided_plan
 
@@ -54,9 +54,8 @@ def check(plan: Plan, model: Any, **options: Any) -> None:
         for i, prompt in enumerate(PROMPTS)
     ]
     found = {each.custom_id: list(each.token_ids) for each in plan.run(rows, **options)}
-    assert found == {
-        str(i): reference(model, prompt, 1 + i % NEW_TOKENS) for i, prompt in enumerate(PROMPTS)
-    }
+    limits = [1 + i % NEW_TOKENS for i in range(len(PROMPTS))]
+    assert found == named(references(model, PROMPTS, limits))
 
 
 @pytest.mark.parametrize(
@@ -96,6 +95,4 @@ def test_a_stage_that_dies_is_survived_token_for_token(model: tuple[Path, Any]) 
             if len(found) >= 4 and not events:
                 ray.kill(group.stages[1].actor)
     assert events
-    assert found == {
-        str(i): reference(model[1], prompt, NEW_TOKENS) for i, prompt in enumerate(PROMPTS)
-    }
+    assert found == named(references(model[1], PROMPTS, NEW_TOKENS))

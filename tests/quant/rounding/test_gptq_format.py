@@ -1,22 +1,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from planner.model.finding import model_shape
 from quant.backends.table import rule_for
 from quant.checkpoint.reader import Checkpoint
-from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError, PlanMismatchError
 from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear, linear_of_codes
@@ -24,7 +19,6 @@ from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import load_layer, module_nbytes
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.gptq_format import (
-    GptqWeight,
     fills_words,
     gptq_tensors,
     pack_words,
@@ -33,11 +27,20 @@ from quant.rounding.gptq_format import (
     unpack_words,
 )
 from quant.scheme import LinearShape, Processor
+from tests.quant.rounding.gptq_weights import (
+    MODULE,
+    meant,
+    random_codes,
+    replace_by_gptq,
+    replace_layer,
+    save,
+    stream_of,
+    weight_of,
+)
 
 CPU = torch.device("cpu")
 HERE = local_processor(CPU)
 PLAIN_CPU = Processor(instruction_sets=frozenset())
-MODULE = "model.layers.0.mlp.up_proj"
 
 Build = Callable[[str], PreTrainedModel]
 MetaLayer = Callable[[PreTrainedModel, str], nn.Module]
@@ -66,22 +69,6 @@ PACKED_BY_GPTQMODEL = {
 }  # fmt: skip
 
 
-def stream_of(codes: list[int], bits: int) -> list[int]:
-    """The words of a stream of codes, one bit after the other in plain Python."""
-    stream = [(code >> bit) & 1 for code in codes for bit in range(bits)]
-    stream += [0] * (-len(stream) % 32)
-    words = [
-        sum(bit << place for place, bit in enumerate(stream[first : first + 32]))
-        for first in range(0, len(stream), 32)
-    ]
-    return [word - (1 << 32) if word >> 31 else word for word in words]
-
-
-def random_codes(rows: int, columns: int, bits: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2**bits, (rows, columns), generator=generator, dtype=torch.uint8)
-
-
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("count", [32, 96, 160, 8, 40])
 def test_words_are_a_stream_of_bits(bits: int, count: int) -> None:
@@ -90,41 +77,6 @@ def test_words_are_a_stream_of_bits(bits: int, count: int) -> None:
     assert torch.equal(unpack_words(words, bits, count), codes)
     if fills_words(32, count, bits):
         assert torch.equal(pack_words(codes, bits), words)
-
-
-def weight_of(
-    bits: int, rows: int = 32, columns: int = 256, group: int = 64, act_order: bool = False
-) -> GptqWeight:
-    generator = torch.Generator().manual_seed(bits)
-    groups = columns // group
-    group_of_column = torch.arange(columns, dtype=torch.int32) // group
-    if act_order:
-        group_of_column = group_of_column[torch.randperm(columns, generator=generator)]
-    return GptqWeight(
-        codes=random_codes(rows, columns, bits),
-        scale=(torch.rand(rows, groups, generator=generator) * 0.02 + 0.001).half(),
-        zero=1 + random_codes(rows, groups, bits, seed=1) % (2**bits - 1),
-        group_of_column=group_of_column,
-        bits=bits,
-    )
-
-
-def meant(weight: GptqWeight) -> torch.Tensor:
-    """(code - zero) * scale in float64, weight by weight."""
-    columns = weight.group_of_column.long()
-    return (weight.codes.double() - weight.zero.double()[:, columns]) * weight.scale.double()[
-        :, columns
-    ]
-
-
-def save(
-    folder: Path, tensors: Mapping[str, torch.Tensor], module: str = MODULE, **config: Any
-) -> Checkpoint:
-    folder.mkdir(exist_ok=True)
-    save_file({f"{module}.{part}": t for part, t in tensors.items()}, folder / SINGLE_FILE)
-    entries = {"quant_method": "gptq", "bits": 4, "group_size": 64} | config
-    (folder / "config.json").write_text(json.dumps({"quantization_config": entries}))
-    return Checkpoint(folder)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -248,37 +200,6 @@ def test_backend_with_codes_of_its_own_gives_way_with_a_warning() -> None:
     assert "bnb" not in repr(linear).lower()
 
 
-def replace_by_gptq(
-    folder: Path,
-    model: PreTrainedModel,
-    layer: str,
-    bits: int,
-    act_order: bool,
-    others: Mapping[str, int] = MappingProxyType({}),
-) -> None:
-    """Save `model` with the linears of `layer` in GPTQ's format; it computes with them too.
-
-    `others`: bits of some linears by the last part of their names; 16 leaves them out.
-    """
-    tensors = {name: t.clone() for name, t in model.state_dict().items()}
-    for name, linear in model.get_submodule(layer).named_modules():
-        own = others.get(name.rpartition(".")[2], bits)
-        if not isinstance(linear, nn.Linear) or own == 16:
-            continue
-        rows, columns = linear.weight.shape
-        weight = weight_of(own, rows, columns, 32, act_order)
-        with torch.no_grad():
-            linear.weight.copy_(meant(weight))
-        del tensors[f"{layer}.{name}.weight"]
-        for part, tensor in gptq_tensors(weight, 0).items():
-            tensors[f"{layer}.{name}.{part}"] = tensor
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / SINGLE_FILE)
-    entries = {"quant_method": "gptq", "bits": bits, "checkpoint_format": "gptq_v2"}
-    config = json.loads(model.config.to_json_string()) | {"quantization_config": entries}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize("family", ["llama", "opt", "bloom"])
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -360,18 +281,6 @@ def test_modules_of_other_bits_and_those_left_out_are_taken_as_they_are(
         for each in shape.layer_linears
     ]
     assert sum(planned) + 4 * shape.layer_other_parameters == module_nbytes(layer)
-
-
-def replace_layer(folder: Path, source: str, target: str) -> None:
-    """Store the tensors of one layer as those of another too."""
-    tensors = load_file(folder / SINGLE_FILE)
-    kept = {n: t for n, t in tensors.items() if not n.startswith(f"{target}.")}
-    copied = {
-        n.replace(source, target, 1): t.clone()
-        for n, t in tensors.items()
-        if n.startswith(f"{source}.")
-    }
-    save_file(kept | copied, folder / SINGLE_FILE)
 
 
 def test_layers_that_are_not_quantized(

@@ -15,7 +15,7 @@ from llmpq.model_check import checked_shape
 from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, LlmpqError, SpecError
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 from tests.quant.checkpoint.gguf.written import Array, as_type, write_gguf
 
 _EXPERTS, _WIDTH, _LAYERS = 6, 32, 3
@@ -71,7 +71,7 @@ def test_experts_come_back_one_by_one(kind: str, model: Any, folder: Path, tmp_p
 
     prompts = random_prompts((5, 11, 1))
     stages = stages_of(resolve(file), (0, 2, _LAYERS), len(prompts), 20)
-    expected = [reference(model, prompt, 8) for prompt in prompts]
+    expected = references(model, prompts, 8)
     assert generate(stages, prompts, 8, prefill=2, decode=2) == expected
 
 

@@ -18,7 +18,7 @@ from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, SpecError
 from tests.actors.configs import EVERY_CONFIG, LAYERS, SHARED_CONFIGS, STATE_CONFIGS
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 from tests.quant.checkpoint.gguf.written import Array, plain, write_gguf
 
 _TYPES = [f"{kind}_attention" for kind in ("linear", "full") * 3][:LAYERS]
@@ -93,7 +93,7 @@ def test_the_model_that_was_written_comes_back(name: str, tmp_path: Path) -> Non
     check_weights(Checkpoint(file), model)
     prompts = random_prompts((5, 11))
     stages = stages_of(resolve(file), (0, 2, LAYERS), len(prompts), 20)
-    expected = [reference(model, prompt, 5, ignore_eos=True) for prompt in prompts]
+    expected = references(model, prompts, 5, ignore_eos=True)
     assert generate(stages, prompts, 5, prefill=2, decode=2) == expected
 
 

@@ -20,7 +20,7 @@ from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS
-from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 from tests.quant.checkpoint.gguf.written import Array, as_type, permuted, write_gguf
 
 _ROPE = {
@@ -103,7 +103,7 @@ def test_the_model_that_was_written_comes_back(name: str, tmp_path: Path) -> Non
 
     prompts = random_prompts((5, 11, 1))
     stages = stages_of(resolve(file), (0, 2, LAYERS), len(prompts), 20)
-    expected = [reference(model, prompt, 8) for prompt in prompts]
+    expected = references(model, prompts, 8)
     assert generate(stages, prompts, 8, prefill=2, decode=2) == expected
 
 
@@ -173,7 +173,7 @@ def test_rotary_factors_of_llama_3_become_its_parameters(tmp_path: Path) -> None
         checked_shape(file)
         prompts = random_prompts((60, 11))
         stages = stages_of(resolve(file), (0, 2, LAYERS), len(prompts), 80)
-        expected = [reference(model, prompt, 8) for prompt in prompts]
+        expected = references(model, prompts, 8)
         assert generate(stages, prompts, 8, prefill=1, decode=2) == expected
 
 
@@ -202,7 +202,7 @@ def test_scaled_positions(
     file = write_gguf(model, tmp_path / "tiny.gguf", metadata=metadata)
     prompts = random_prompts((60, 11))
     stages = stages_of(resolve(file), (0, 2, LAYERS), len(prompts), 80)
-    expected = [reference(model, prompt, 8) for prompt in prompts]
+    expected = references(model, prompts, 8)
     assert generate(stages, prompts, 8, prefill=1, decode=2) == expected
 
 
