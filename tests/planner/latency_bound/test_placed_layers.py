@@ -154,7 +154,8 @@ def test_what_is_handed_over_counts_states_for_each_request(mixed: CostModel) ->
     byte_s = handover.sent_s(0, 1) - handover.sent_s(0, 0)
     state_s = handover.sent_s(1, 0) - handover.sent_s(0, 0)
     assert state_s / byte_s == pytest.approx(2 * REQUEST / TOKEN)
-    to_host = handover.keep.seconds(1, 0) - 6 * COPY_LAUNCH_S
+    copies = 2 + 2  # keys and values of the full layer, and the states of both others
+    to_host = handover.keep.seconds(1, 0) - copies * COPY_LAUNCH_S
     assert to_host == pytest.approx(2 * REQUEST / first.host_link_bytes_per_s)
 
 
