@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, floor
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -176,10 +176,13 @@ class LayerParts(NamedTuple):
     hosted: LatencyModel
 
 
+_Times = TypeVar("_Times", float, tuple[float, float])
+
+
 class RememberedLatency(DerivedLatency):
     def __init__(self, model: LatencyModel) -> None:
         super().__init__(model)
-        self._known: dict[tuple[Hashable, ...], float] = {}
+        self._known: dict[tuple[Hashable, ...], Any] = {}
         self._layers: dict[tuple[Hashable, ...], LayerSeconds] = {}
 
     def layer_seconds(
@@ -191,17 +194,26 @@ class RememberedLatency(DerivedLatency):
             self._layers[key] = self.model.layer_seconds(device, *workload)
         return self._layers[key]
 
+    def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:
+        return self._once(self.model.experts_s, device, bits, tokens, dtype)
+
+    def hosted_experts_s(
+        self, device: Device, bits: int, tokens: int, dtype: str
+    ) -> tuple[float, float]:
+        return self._once(self.model.hosted_experts_s, device, bits, tokens, dtype)
+
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         return self._once(self.model.embedding_s, device, tokens, dtype)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
         return self._once(self.model.final_s, device, rows, dtype)
 
-    def _once(self, seconds: Callable[..., float], device: Device, *workload: Hashable) -> float:
+    def _once(self, seconds: Callable[..., _Times], device: Device, *workload: Hashable) -> _Times:
         key = seconds.__name__, device.time_kind, *workload
         if key not in self._known:
             self._known[key] = seconds(device, *workload)
-        return self._known[key]
+        found: _Times = self._known[key]
+        return found
 
 
 PROMPT_CLASSES = 12

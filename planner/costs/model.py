@@ -11,7 +11,7 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import Transfers
-from planner.costs.hosting import can_host, host_memories
+from planner.costs.hosting import can_host, experts_bytes, host_memories, hosted_bytes
 from planner.costs.latency_model import LatencyModel, MicroBatchTimes
 from planner.costs.layer_units import grouped, told_apart
 from planner.costs.memory import (
@@ -64,6 +64,9 @@ class CostModel:
         init=False, default_factory=dict, compare=False, repr=False
     )
     _bytes: dict[Hashable, list[float]] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+    _unit_bytes: dict[Hashable, FloatArray] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
@@ -273,13 +276,66 @@ class CostModel:
 
     def has_room(self, devices: Sequence[Device], sizes: MicroBatches) -> bool:
         """Whether memory allows a plan, as it does or not for the problem of the same order."""
+        rows = self._rows_of(sizes, len(devices))
+        free = rows.free_bytes([(device, j) for j, device in enumerate(devices)])
         if self.hosting:
-            return is_feasible(self.of_batch.grouped_problem(devices, sizes))
-        rows, units = self._rows_of(sizes, len(devices)), self.whole.placing.units
+            return is_feasible(self._bytes_problem(devices, free))
+        units = self.whole.placing.units
         each = self.layers_bytes(devices).reshape(len(devices), -1, len(self.options.bits))
         smallest = units.summed(each[:, :, self._is_usable].min(axis=2))
-        free = rows.free_bytes([(device, j) for j, device in enumerate(devices)])
         return stages_hold(smallest, free, units.kind_of_unit, units.joined)
+
+    def _bytes_problem(self, devices: Sequence[Device], free: FloatArray) -> AssignmentProblem:
+        """The problem of `units` where nothing takes any time."""
+        units, stages = self.placing.units, len(devices)
+        for device in devices:
+            if device.cost_kind not in self._unit_bytes:
+                parts = [self.part_bytes(device, experts) for experts in (False, True)]
+                self._unit_bytes[device.cost_kind] = units.summed(np.concatenate(parts, axis=1))
+        tables = np.array([self._unit_bytes[device.cost_kind] for device in devices])
+        held, hosted, lacks = tables.swapaxes(0, 1).reshape(3, stages, -1)
+        none = np.zeros(stages)
+        found = AssignmentProblem(
+            prefill_s=np.zeros_like(held),
+            decode_s=np.zeros_like(held),
+            fixed_prefill_s=none,
+            fixed_decode_s=none,
+            prefill_comm_s=none,
+            decode_comm_s=none,
+            layer_bytes=held,
+            memory_bytes=free,
+            sensitivity=self.placing.sensitivity,
+            theta=0.0,
+            bitwidths=self.placing.bits,
+            prefill_micro_batches=1,
+            decode_micro_batches=1,
+            new_tokens=1,
+            available=lacks == 0,
+            kind_of_layer=units.kind_of_unit,
+            joined=units.joined,
+            host_bytes=hosted,
+        )
+        return self._with_hosts(found, devices, devices)
+
+    def part_bytes(self, device: Device, experts: bool) -> FloatArray:
+        """Bytes on device and host at each choice, and whether it is lacking, `[3, C, K]`: of the
+        experts of each kind that has some, or of the rest of each.
+        """
+        dtype, rows = self.dtype(device), list[list[tuple[float, float, bool]]]()
+        for kind, shape in enumerate(self.shape_on(device).kind_shapes):
+            if experts and shape.experts is None:
+                continue
+            rows.append([])
+            for bits, on_host in self.placing.unit_choices:
+                lacks = bits not in self.bits or on_host > (experts and can_host(device))
+                held = experts_bytes(shape, bits, device.processor, dtype)
+                if on_host and not lacks:
+                    rows[-1].append((0.0, hosted_bytes(shape, bits, dtype), False))
+                elif experts:
+                    rows[-1].append((held, 0.0, lacks))
+                else:
+                    rows[-1].append((self.layer_bytes(device, bits, kind) - held, 0.0, lacks))
+        return np.moveaxis(np.array(rows, dtype=np.float64), 2, 0)
 
     def _rows_of(self, sizes: MicroBatches, stages: int) -> StageRows:
         if (sizes, stages) not in self._rows:

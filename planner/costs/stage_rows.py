@@ -12,7 +12,6 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.costs.communication import Transfers
-from planner.costs.hosting import can_host, experts_bytes, hosted_bytes
 from planner.costs.latency_model import MicroBatchTimes
 from planner.costs.memory import StageEnds
 from planner.optimiser.problem import FloatArray, JobPasses
@@ -67,25 +66,22 @@ class StageRows:
     def _part_table(self, device: Device, experts: bool) -> FloatArray:
         """As `unit_tables`, on one device `[5, C, K]`, of each kind's experts or its rest."""
         costs, dtype, rows = self._costs, self._costs.dtype(device), list[list[list[float]]]()
+        held, hosted, lacks = costs.part_bytes(device, experts)
         for kind, shape in enumerate(costs.shape_on(device).kind_shapes):
             if experts and shape.experts is None:
                 continue
             times, cells = self._times.of_kind(kind), list[list[float]]()
-            for bits, on_host in costs.placing.unit_choices:
-                lacks = bits not in costs.bits or on_host > (experts and can_host(device))
-                held = experts_bytes(shape, bits, device.processor, dtype)
-                device_bytes, host_bytes = costs.layer_bytes(device, bits, kind) - held, 0
-                part = times.latency.parts.rest
-                if experts:
-                    device_bytes, part = held, times.latency.parts.experts
-                if on_host and not lacks:
-                    device_bytes, host_bytes = 0, hosted_bytes(shape, bits, dtype)
-                    part = times.latency.parts.hosted
+            parts = times.latency.parts
+            for choice, (bits, on_host) in enumerate(costs.placing.unit_choices):
+                part = parts.experts if experts else parts.rest
+                if on_host and not lacks[len(rows), choice]:
+                    part = parts.hosted
                 own = replace(times, latency=part)
-                seconds = own.prefill_s(device, bits, dtype), own.decode_s(device, bits, dtype)
-                cells.append([*seconds, device_bytes, host_bytes, lacks])
+                cells.append(
+                    [own.prefill_s(device, bits, dtype), own.decode_s(device, bits, dtype)]
+                )
             rows.append(cells)
-        return np.moveaxis(np.array(rows, dtype=np.float64), 2, 0)
+        return np.concatenate([np.moveaxis(np.array(rows), 2, 0), [held, hosted, lacks]])
 
     def free_bytes(self, places: Sequence[tuple[Device, int]]) -> FloatArray:
         """Bytes left for layers on devices as such stages [N]; negative where others do not fit."""

@@ -118,7 +118,7 @@ def _find(
 
 def _refusal(costs: CostModel) -> InfeasibleError:
     try:
-        first_sets(costs)
+        next(first_sets(costs))
     except DoesNotFitError as error:
         return error
     return InfeasibleError(

@@ -222,7 +222,7 @@ class Alternation:
         """The best schedule found within the bound at this theta; None where none keeps it."""
         if not self._pool:
             for start in self._planner.starts():
-                if start.usable_bits is None or not self._search_time.is_over:
+                if not self._search_time.is_over or self._is_needed(start, bound_s):
                     self._place(start, theta)
         best = self._best_known(theta, bound_s)
         if best is None:
@@ -233,6 +233,12 @@ class Alternation:
                 break
             best = self._descend(start, theta, bound_s, best)
         return self._best_crossed(theta, bound_s, best)
+
+    def _is_needed(self, start: PlacingGoal, bound_s: float) -> bool:
+        """Whether a start is taken however late it is: one of all bits, if none keeps the bound."""
+        least = self.least
+        keeps = least is not None and least.performance.latency_s <= bound_s
+        return start.usable_bits is None and not keeps
 
     def _best_known(self, theta: float, bound_s: float) -> PlacedPoint | None:
         """The best on known placements, or on parts of the one with the least latency."""

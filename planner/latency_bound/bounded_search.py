@@ -289,7 +289,9 @@ class BoundedSearch:
             return self._of_quality(quality, bound_s)
         if options.max_omega is None:
             return self.at(self._costs.theta, bound_s)
-        point, _ = fastest_within(lambda theta: self._point(theta, bound_s), options.max_omega)
+        point, _ = fastest_within(
+            lambda theta: self._point(theta, bound_s), options.max_omega, self._search_time
+        )
         return point.plan
 
     def at(

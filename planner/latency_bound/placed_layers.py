@@ -133,7 +133,7 @@ def most_requests(costs: CostModel, job: Job, clock: Callable[[], float], sets: 
     one = costs.with_in_flight(job, 1)
     room = JobSearch(costs, job, clock)
     try:
-        return max(room.most(devices) for devices in first_sets(one)[:sets])
+        return max(room.most(devices) for devices in itertools.islice(first_sets(one), sets))
     except DoesNotFitError:
         return 0
 

@@ -44,6 +44,7 @@ from planner.latency_bound.timeline import Performance, Timeline
 from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
 from planner.schedule.job_passes import SteadyCycle
+from planner.schedule.turns import SHORT_PROMPTS, WAITING
 from planner.scheduling import STATIC, RequestSchedule, ScheduleKind
 from planner.workload import MAX_REQUESTS, Job, MicroBatches, Workload
 from quant.common.errors import InfeasibleError
@@ -101,7 +102,9 @@ class WaaPlanner(KindPlanner):
 
 
 def _prefilling(costs: CostModel, schedule: RequestSchedule, job: Job, limit_s: float) -> CostModel:
-    workload = prompts_in_flight(schedule, len(costs.cluster.devices), job)
+    size = prefill_sizes(schedule.prefill_requests, job.lengths.mean_prompt)[-1]
+    largest = replace(schedule, prefill_micro_batch=size)
+    workload = prompts_in_flight(largest, len(costs.cluster.devices), job)
     batch = workload.global_batch
     cycle = SteadyCycle(schedule.prefill_requests, 0, batch, job.prompts, 0.0, 1)
     options = replace(costs.options, policy=STATIC, decode_micro_batch=1, search_time_limit=limit_s)
@@ -122,8 +125,11 @@ def _decoding(
 
 
 def prompts_in_flight(schedule: RequestSchedule, stages: int, job: Job) -> Workload:
-    """What stages that prefill have in flight: a turn on each, all as the longest prompt."""
-    requests = min(MAX_REQUESTS, schedule.prefill_requests * stages)
+    """What stages that prefill have in flight, all as the longest prompt: a turn on each, or as
+    many as the runtime has in micro-batches.
+    """
+    under_way = SHORT_PROMPTS * schedule.prefill_micro_batch * (stages + WAITING)
+    requests = min(MAX_REQUESTS, schedule.prefill_requests * stages, under_way)
     return Workload(requests, job.lengths.longest_prompt, 1)
 
 

@@ -30,7 +30,7 @@ from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.relaxation import ROUNDING, RelaxedProblem, relax
 from planner.optimiser.sensitivity_tables import LossTables
 from planner.optimiser.shared_hosts import solve_sharing
-from planner.optimiser.stage_lister import StageLister, has_one_row
+from planner.optimiser.stage_lister import OutOfTimeError, StageLister, has_one_row
 from planner.optimiser.stage_options import Box, StageOptions, least_above
 
 GROWTH = (1.02, 1.06, 1.2, 1.6)  # limits tried, over the bound; each costs more than the last
@@ -77,13 +77,14 @@ class _BoxMethod:
         for limit, nearer in self._limits():
             if limit <= self._bound:
                 continue
-            if not self._search(limit) and not (nearer < limit and self._search(nearer)):
+            is_done = self._search(limit) or (nearer < limit and self._search(nearer))
+            if self._out_of_time():
+                break
+            if not is_done:
                 limit_s = options.time_limit_s
                 if limit_s is not None:
                     limit_s = max(limit_s - (options.clock() - self._start_s), limit_s / 10)
                 return solve_exactly(self._problem, replace(options, time_limit_s=limit_s))
-            if self._out_of_time():
-                break
         best, rounding = self._found, 2 * ROUNDING
         if best is None and self._bound < options.target * (1 - rounding):
             best = self._best
@@ -119,16 +120,19 @@ class _BoxMethod:
         return self._found
 
     def _search(self, limit: float) -> bool:
-        """Search everything below `limit`; False if that is too much to list."""
+        """Search everything below `limit`, in time; False if that is too much to list."""
         relaxed = self._relaxed
         slowest = relaxed.programme.slowest_stages(limit)
         if slowest is None:
             self._bound = max(self._bound, limit)
             return True
-        lister = StageLister(relaxed, self._tables, limit, slowest)
-        if lister.has_too_many:
-            return False
-        kinds = [lister.options(kind) for kind in range(relaxed.priced.kinds.count.size)]
+        lister = StageLister(relaxed, self._tables, limit, slowest, self._out_of_time)
+        try:
+            if lister.has_too_many:
+                return False
+            kinds = [lister.options(kind) for kind in range(relaxed.priced.kinds.count.size)]
+        except OutOfTimeError:
+            return True
         self._listed = sum(options.run.size for options in kinds)
         stages = tuple(kinds[kind] for kind in relaxed.priced.kinds.of_stage)
         form = relaxed.priced.form
@@ -217,6 +221,9 @@ class BoxSearch:
 
     def _parts(self, box: Box, bound: float) -> Iterator[tuple[float, Box]]:
         while True:
+            if self._out_of_time():
+                yield bound, box
+                return
             plain = self._plain(box)
             if plain is None or plain.bound >= self.target:
                 return

@@ -17,8 +17,9 @@ a solver's own value is never reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -79,7 +80,7 @@ def solve_exactly(problem: AssignmentProblem, options: SolveOptions) -> Assignme
     if problem.stages > 1 and options.upper_bound > CLOSE_ENOUGH * relaxed.bound:
         programme = _Programme(problem, options.solver, relaxed.near_windows(), relaxed.bound)
         gap = max(NEAR_GAP, options.relative_gap)
-        near, _ = programme.solve(gap, left_s(NEAR_TIME_SHARE))
+        near, _ = programme.solve(gap, partial(left_s, NEAR_TIME_SHARE))
         best = _better(best, near)
     cutoff = min(best.objective, options.target)
     windows = relaxed.windows_within(cutoff)
@@ -87,7 +88,7 @@ def solve_exactly(problem: AssignmentProblem, options: SolveOptions) -> Assignme
         return conclude(best, cutoff, options, start_s, ROUNDING)
     wanted = cutoff if cutoff < best.objective else None
     programme = _Programme(problem, options.solver, windows, relaxed.bound, wanted)
-    found, bound = programme.solve(options.relative_gap, left_s())
+    found, bound = programme.solve(options.relative_gap, left_s)
     bound = max(relaxed.bound, min(bound, cutoff))
     return conclude(_better(best, found), bound, options, start_s, ROUNDING)
 
@@ -145,17 +146,17 @@ class _Programme:
     cutoff_s: float | None = None
 
     def solve(
-        self, relative_gap: float, time_limit_s: float | None
+        self, relative_gap: float, left_s: Callable[[], float | None]
     ) -> tuple[Assignment | None, float]:
-        """The best assignment, and a bound (seconds) on all. A point that the solver's tolerance
-        lets over a memory is solved again with that memory cut to what whole layers can take; the
-        bound is the last run's that excluded nothing.
+        """The best assignment, and a bound (seconds) on all, in the seconds left. A point that the
+        solver's tolerance lets over a memory is solved again with that memory cut to what whole
+        layers can take; the bound is the last run's that excluded nothing.
         """
         problem, bound, excludes_nothing = self.problem, 0.0, True
         share = np.ones((len(problem.memories), problem.stages))
         for _ in range(problem.stages + 1):
             model = build_model(problem, self.windows, self.expected_s, self.cutoff_s, share)
-            outcome = solve_model(model.programme, self.solver, relative_gap, time_limit_s)
+            outcome = solve_model(model.programme, self.solver, relative_gap, left_s())
             if excludes_nothing:
                 bound = _bound_s(outcome, model.scale_s)
             if not outcome.has_point:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +30,12 @@ MOST_NUMBER = 2**62  # that an option's rows may make together
 MOST_JOINED = 30_000_000  # the same where options have several kinds of layers
 ROUNDING = 1e-9  # relative; of a quotient that should be a whole number of layers
 
+_Each = TypeVar("_Each")
+
+
+class OutOfTimeError(Exception):
+    """Time was up before all options were listed."""
+
 
 def has_one_row(problem: AssignmentProblem) -> bool:
     """Whether an option is one row of the only table: one kind, each bitwidth once, one memory."""
@@ -37,7 +45,7 @@ def has_one_row(problem: AssignmentProblem) -> bool:
 
 class StageLister:
     """Lists the options below `target` seconds, with stages of at most `slowest` prefill and decode
-    seconds; the prices of `relaxed` rule most of them out.
+    seconds; the prices of `relaxed` rule most of them out. OutOfTimeError while listing.
     """
 
     def __init__(
@@ -46,9 +54,11 @@ class StageLister:
         tables: LossTables,
         target: float,
         slowest: tuple[float, float],
+        out_of_time: Callable[[], bool],
     ) -> None:
         self._priced, self._prices, self._path = relaxed.priced, relaxed.prices, relaxed.path
         self._tables, self._target, self._slowest = tables, target, slowest
+        self._out_of_time = out_of_time
         self._relaxed, self._is_joined = relaxed, not has_one_row(relaxed.priced.problem)
         self._fits = _fitting_runs(self._priced, slowest)
         self._inside = _boundaries(self._priced, self._fits)
@@ -75,7 +85,7 @@ class StageLister:
         if self._has_too_many_rows():
             return MOST_JOINED + 1
         total = 0
-        for makeup in itertools.chain(*self._makeups):
+        for makeup in self._in_time(itertools.chain(*self._makeups)):
             if total <= MOST_JOINED:
                 total += makeup.entries(MOST_JOINED - total)
         return total
@@ -84,7 +94,7 @@ class StageLister:
         """Whether lattices are too large to be kept, or their rows to be numbered together."""
         rows: dict[tuple[int, int, int], int] = {}
         for stage, around in enumerate(self._around):
-            for runs in self._rows.alike(around):
+            for runs in self._in_time(self._rows.alike(around)):
                 sizes = self._rows.sizes(stage, runs.lengths)
                 if max(sizes) > MOST_ROWS or math.prod(sizes) > MOST_NUMBER:
                     return True
@@ -104,7 +114,11 @@ class StageLister:
     def options(self, kind: int) -> StageOptions:
         if self._is_joined:
             return joined_options(
-                [makeup.options() for makeup in self._makeups[kind] if makeup.has_options]
+                [
+                    makeup.options()
+                    for makeup in self._in_time(self._makeups[kind])
+                    if makeup.has_options
+                ]
             )
         starts, stops = np.isfinite(self._around[kind]).nonzero()
         lengths = np.unique(stops - starts).tolist()
@@ -122,9 +136,17 @@ class StageLister:
         return joined_options(
             [
                 self._of_length(kind, length, row[i:j] - offset, *(each[i:j] for each in seconds))
-                for length, (i, j), offset in zip(lengths, cuts, offsets, strict=False)
+                for length, (i, j), offset in self._in_time(
+                    zip(lengths, cuts, offsets, strict=False)
+                )
             ]
         )
+
+    def _in_time(self, parts: Iterable[_Each]) -> Iterator[_Each]:
+        for each in parts:
+            if self._out_of_time():
+                raise OutOfTimeError
+            yield each
 
     def _around_runs(self, kind: int, stages: PricedStages) -> FloatArray:
         """The least price of all other stages [L+1, L+1]; infinite if none is below the target."""
@@ -152,7 +174,7 @@ class StageLister:
             tables.fill(longest)
         rows = self._rows
         return [
-            [Makeup(rows, stage, runs, self._target) for runs in rows.alike(around)]
+            [Makeup(rows, stage, runs, self._target) for runs in self._in_time(rows.alike(around))]
             for stage, around in enumerate(self._around)
         ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -111,15 +111,18 @@ def improve_by_transfer(
     held = stage_times(problem, begin.first_layer, begin.bitwidth).host_bytes
     problem = with_shares(problem, shares_beside(problem, held))
     started_s, limit_s = options.clock(), options.time_limit_s
+
+    def is_over() -> bool:
+        return limit_s is not None and options.clock() - started_s >= limit_s
+
     counts = layer_counts(problem, begin.first_layer, begin.bitwidth)
     best = begin
     for norm in NORMS:
-        steps = TransferSteps(problem, tables, norm)
+        if is_over():
+            break
+        steps = TransferSteps(problem, tables, norm, is_over)
         merit = steps.merit(counts)
-        while limit_s is None or options.clock() - started_s < limit_s:
-            step = steps.best(counts, merit * (1 - LEAST_GAIN))
-            if step is None:
-                break
+        while (step := steps.best(counts, merit * (1 - LEAST_GAIN))) is not None:
             counts, merit = step
         best = min(best, assign_bits(problem, counts), key=lambda plan: plan.objective)
     return best
@@ -135,11 +138,19 @@ class TransferSteps:
     """Finds the best step; `norm` is p, infinite for the maximum. A step (Alg. 2, lines 5 to 16)
     takes up to two layers from a stage, which may change the bitwidth of one, and gives them to
     another, which may change some to make room: rules (b_st, b_pi, nums). All variants are looked
-    at together. Uneven layers are given to neighbours only: others' kinds would change.
+    at together, none once time `is_over`. Uneven layers are given to neighbours only: others' kinds
+    would change.
     """
 
-    def __init__(self, problem: AssignmentProblem, tables: LossTables, norm: float) -> None:
+    def __init__(
+        self,
+        problem: AssignmentProblem,
+        tables: LossTables,
+        norm: float,
+        is_over: Callable[[], bool],
+    ) -> None:
         self._problem, self._tables, self._norm = problem, tables, norm
+        self._is_over = is_over
         self._form = latency_form(problem)
         self._sizes = STEP_SIZES if problem.kinds == 1 else KINDS_STEP_SIZES
         choices = len(problem.bitwidths)
@@ -175,6 +186,8 @@ class TransferSteps:
         ends = (0, len(counts) - 1)
         for giver, moved in itertools.product(givers, size.moved):
             for taker, layers in self._moves(counts, giver, moved):
+                if self._is_over():
+                    return
                 if counts[giver].sum() - sum(layers) < (1 if giver in ends else 0):
                     continue
                 step = self._step(counts, (giver, taker), layers, size)

@@ -33,6 +33,7 @@ from planner.optimiser.transfer import solve_adabits
 from planner.options import AUTO
 from planner.plan.builder import Solution
 from planner.plan.spec import Baseline
+from planner.search.candidate_search import SearchTime
 from planner.search.candidates import Candidates
 from planner.search.fitting import (
     Fits,
@@ -50,7 +51,8 @@ from planner.simulation.job_simulation import Forecast, forecast_assignment
 from planner.workload import MAX_REQUESTS, Job, MicroBatches
 from quant.common.errors import DoesNotFitError, InfeasibleError
 
-ADABITS = SolveOptions(time_limit_s=10.0)
+ADABITS_S = 10.0
+ADABITS = SolveOptions(time_limit_s=ADABITS_S)
 OFFLOADED = {"flexgen": 16, "flexgen-int8": 8}
 
 NEARER = (2**0.5, 2**0.25, 2**0.125)
@@ -94,7 +96,7 @@ class BaselinePolicy:
         Callable[[CostModel, Sequence[Sequence[Device]], Fits], Iterable[SizedProblem]], ...
     ]
     fits: Fits
-    solve: Callable[[AssignmentProblem, LossTables], Assignment]
+    solve: Callable[[AssignmentProblem, SolveOptions, LossTables], Assignment]
     least: tuple[Callable[[BaselineChoice], float], ...]
     one_bitwidth: bool = True
 
@@ -138,25 +140,42 @@ def baseline_orders(costs: CostModel) -> list[tuple[Device, ...]]:
     return list(dict.fromkeys(orders))
 
 
+class OutOfTimeError(Exception):
+    """Time was up before anything that fits was found."""
+
+
 def choose(
-    costs: CostModel, name: str, orders: Sequence[tuple[Device, ...]] | None = None
+    costs: CostModel,
+    name: str,
+    orders: Sequence[tuple[Device, ...]] | None = None,
+    time_left: SearchTime | None = None,
 ) -> BaselineChoice:
-    """The baseline's choice; DoesNotFitError where nothing fits."""
+    """The baseline's choice, of what there is time for; DoesNotFitError where nothing fits."""
     policy = POLICIES[name]
     orders = orders or baseline_orders(costs)
     for sized in policy.sized:
         for allowed in policy.allowed(costs):
-            every = list(sized(allowed, orders, policy.fits))
-            tables = [LossTables(each.problem) for each in every[:1]]
-            found = [
-                BaselineChoice(allowed, each, policy.solve(each.problem, *tables)) for each in every
-            ]
+            found, tables = list[BaselineChoice](), None
+            for each in sized(allowed, orders, policy.fits):
+                tables = tables or LossTables(each.problem)
+                solved = policy.solve(each.problem, _limits(time_left), tables)
+                found.append(BaselineChoice(allowed, each, solved))
+                if time_left is not None and time_left.is_over:
+                    break
             if found:
                 return _least(found, policy.least)
+            if time_left is not None and time_left.is_over:
+                raise OutOfTimeError
     raise DoesNotFitError(
         f"{name} has no plan: no one bitwidth of {list(costs.options.bits)} fits in any order of "
         "the devices, at any micro-batch sizes allowed"
     )
+
+
+def _limits(time_left: SearchTime | None) -> SolveOptions:
+    if time_left is None:
+        return ADABITS
+    return replace(ADABITS, time_limit_s=min(ADABITS_S, time_left.next_s()))
 
 
 def _least(
@@ -191,19 +210,19 @@ POLICIES = {
     "uniform": BaselinePolicy(
         (_of_each_order(sizes_near_share), _of_each_order(fitting_sizes)),
         _fits_evenly,
-        lambda problem, _: uniform_assignment(problem),
+        lambda problem, *_: uniform_assignment(problem),
         (lambda found: found.times.latency_s,),
     ),
     "pipeedge": BaselinePolicy(
         (equal_problems, smaller_equal_problems),
         is_feasible,
-        lambda problem, _: pipeedge_assignment(problem),
+        lambda problem, *_: pipeedge_assignment(problem),
         (lambda found: found.slowest_prefill_s,),
     ),
     "adabits": BaselinePolicy(
         (equal_problems, smaller_equal_problems),
         is_feasible,
-        lambda problem, tables: solve_adabits(problem, ADABITS, tables),
+        solve_adabits,
         (lambda found: found.times.quality, lambda found: found.times.latency_s),
         one_bitwidth=False,
     ),
@@ -266,15 +285,23 @@ def baseline_fits(costs: CostModel) -> bool:
     )
 
 
-def baselines(costs: CostModel) -> tuple[Baseline, ...]:
-    """Uniform, PipeEdge, adabits, and the offloading estimates whose bitwidths are allowed."""
+def baselines(costs: CostModel, time_left: SearchTime | None = None) -> Iterator[Baseline]:
+    """Yield uniform, PipeEdge, adabits, and the offloading estimates whose bitwidths are allowed;
+    those for which there is time.
+    """
     offloaded = [name for name, bits in OFFLOADED.items() if bits in costs.options.bits]
     orders = baseline_orders(as_published(costs))
-    return tuple(baseline(costs, name, orders) for name in (*POLICIES, *offloaded))
+    for name in (*POLICIES, *offloaded):
+        if time_left is None or not time_left.is_over:
+            with suppress(OutOfTimeError):
+                yield baseline(costs, name, orders, time_left)
 
 
 def baseline(
-    costs: CostModel, name: str, orders: Sequence[tuple[Device, ...]] | None = None
+    costs: CostModel,
+    name: str,
+    orders: Sequence[tuple[Device, ...]] | None = None,
+    time_left: SearchTime | None = None,
 ) -> Baseline:
     """The baseline of that name, simulated like the plan but for offloading; without figures where
     it does not fit.
@@ -285,7 +312,7 @@ def baseline(
             omega = float(costs.sensitivity[:, costs.options.bits.index(bits)].sum())
             rate = costs.generated_tokens / estimate.latency_s
             return Baseline(name, bits, estimate.latency_s, rate, omega)
-        found = choose(as_published(costs), name, orders)
+        found = choose(as_published(costs), name, orders, time_left)
         run = found.forecast()
     except InfeasibleError:
         return Baseline(name, None, None, None, None)

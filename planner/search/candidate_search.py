@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.cluster.device import Device
@@ -25,13 +25,14 @@ from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.fitting import first_sets, misfit, neighbours, unused_devices
-from planner.search.orders import cost_key, distinct_sets
+from planner.search.orders import canonical_devices, cost_key, distinct_sets
 from quant.common.errors import DoesNotFitError, InfeasibleError
 
 DESCENT_GAP = 1e-2
 """Relative gap at which fewer devices are tried before the search goes on with more of them."""
 
 LEAST_SOLVE_S = 0.1  # for a candidate that was begun before time was up
+LOOKING = 0.5  # share of the time that is left for solving candidates
 
 
 class SearchTime:
@@ -80,7 +81,7 @@ class CandidateSearch:
             candidates = min(searched, key=lambda each: each.bound)
             if candidates.bound >= self._lowest() * (1 - gap):
                 return
-            self._try(candidates.pop())
+            self._try(candidates.pop(lambda: self.share_left <= 0))
 
     def consider(self, candidate: SearchCandidate, gap: float) -> None:
         """Solve a candidate if it can beat the best plan by more than `gap`."""
@@ -94,7 +95,12 @@ class CandidateSearch:
     @property
     def is_over(self) -> bool:
         """Whether time is up and there is a plan."""
-        return self._best is not None and self._seconds_left() <= 0
+        return self._best is not None and self.share_left <= 0
+
+    @property
+    def share_left(self) -> float:
+        """The share of the time that is left; not positive once it is up."""
+        return self._seconds_left() / self._options.search_time_limit
 
     def solutions(self, searched: Sequence[Candidates]) -> list[Solution]:
         """The best plan of all `searched`, then others within the slack; InfeasibleError if there
@@ -169,9 +175,7 @@ class CandidateSearch:
 
     def _solve_as_asked(self, candidate: SearchCandidate) -> Assignment:
         options, problem = self._options, candidate.problem
-        limit_s = options.ilp_time_limit
-        if self._best is not None:
-            limit_s = min(limit_s, max(self._seconds_left(), LEAST_SOLVE_S))
+        limit_s = min(options.ilp_time_limit, max(self._seconds_left(), LEAST_SOLVE_S))
         limits = SolveOptions(
             options.solver, limit_s, options.relative_gap, self._most(), self._clock
         )
@@ -182,22 +186,31 @@ class CandidateSearch:
 
 def search(costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> Solution:
     """The best of every order and size of all devices, then of fewer while that is better. First
-    sets are searched together, later ones one by one. The bound holds for candidates looked at: all
-    devices, and sets one device away from a best one.
+    sets are searched together, as many as half of the time allows, later ones one by one. The bound
+    holds for candidates looked at: all devices, and sets one device away from a best one.
     """
     runner = CandidateSearch(costs.options, clock)
-    searched: list[Candidates] = []
-    pending, tried = distinct_sets(first_sets(costs)), set[Hashable]()
-    gap = max(DESCENT_GAP, costs.options.relative_gap)
-    while pending:
-        is_first = runner.best is None
-        for devices in pending:
+    searched, tried = list[Candidates](), set[Hashable]()
+    first = map(canonical_devices, first_sets(costs))
+
+    def look_at(sets: Iterable[tuple[Device, ...]]) -> Iterator[list[Candidates]]:
+        for devices in sets:
             if runner.is_over:
-                break
-            tried.add(cost_key(devices))
-            found = _candidates(costs, devices)
-            searched += found
-            runner.run([] if is_first else found, gap)
+                return
+            if cost_key(devices) not in tried:
+                tried.add(cost_key(devices))
+                found = _candidates(costs, devices)
+                searched.extend(found)
+                yield found
+
+    for _ in look_at(first):
+        if searched and runner.share_left < LOOKING:
+            break
+    gap = max(DESCENT_GAP, costs.options.relative_gap)
+    pending: Iterable[tuple[Device, ...]] = first
+    while pending:
+        for found in look_at(pending):
+            runner.run(found, gap)
         runner.run(searched, gap)
         pending = untried_sets(costs, runner, tried)
         if not pending:

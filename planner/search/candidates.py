@@ -65,12 +65,13 @@ class Candidates:
         """Seconds that no plan of the candidates left is below; infinite when none is left."""
         return self._heap[0][0] if self._heap else math.inf
 
-    def pop(self) -> SearchCandidate:
-        """Take the most promising candidate that is left; IndexError when none is."""
+    def pop(self, is_late: Callable[[], bool] = lambda: False) -> SearchCandidate:
+        """Take the most promising candidate that is left, or where it `is_late` one that seems to
+        be; IndexError when none is.
+        """
         while True:
             _, _, ends = heapq.heappop(self._heap)
-            if ends.is_rough:
-                ends.refine()
+            if ends.is_rough and (ends.refine() or not is_late()):
                 self._push(ends)
                 continue
             bound, devices = ends.pop()
@@ -132,18 +133,19 @@ class OrdersByEnds:
         devices = [self.sized.devices[index] for index in self.tree.example]
         return self.sized.costs.grouped_problem(devices, self.sized.sizes)
 
-    def refine(self) -> None:
+    def refine(self) -> bool:
         """Raise the bound by prices found for these sizes since, else by those best for these ends;
-        then `pop` may be called.
+        then `pop` may be called. Whether the bound is still rough.
         """
         if self.sized.prices.are_known and not self._by_own_prices:
             self._rough_bound, self._by_own_prices = self.sized.rough_bound(self._kinds), True
-            return
+            return True
         relaxed = relax(self.problem)
         rows = relaxed.priced.kinds.of_stage.tolist()
         kinds = [self.tree.kind_of_device[index] for index in self.tree.example]
         self.sized.keep(relaxed.prices, kinds, rows)
         self._queue = OrderQueue(self._priced(relaxed.priced, relaxed.prices, kinds))
+        return False
 
     def pop(self) -> tuple[float, tuple[Device, ...]]:
         """The most promising order left, with its bound; `refine` comes first."""

@@ -64,12 +64,15 @@ def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> 
     options, (costs, omega) = request.options, costs_of(request)
     began, time_left = clock(), SearchTime(options.search_time_limit, clock)
     chosen = _chosen(costs, options, clock)
-    solution = with_best_batch_size(chosen.costs, chosen.solution)
+    solution = chosen.solution
+    if not time_left.is_over:
+        solution = with_best_batch_size(chosen.costs, solution)
     solution = replace(solution, seconds=clock() - began)
     found = solution.costs(chosen.costs)
     # A baseline's own costs have one bitwidth only; others beside it choose among all.
     priced = replace(solution.costs(costs), theta=found.theta)
-    plan = build_plan(found, source, solution, omega.source, baselines(priced))
+    others = tuple(baselines(priced, SearchTime(time_left.next_s(), clock)))
+    plan = build_plan(found, source, solution, omega.source, others)
     plan = replace(plan, beside=plans_beside(chosen, plan.predicted, time_left, clock))
     forecast = perplexity_forecast(omega, plan.solver.sensitivity, options.max_ppl_delta)
     return PricedPlan(replace(plan, perplexity=forecast), priced)

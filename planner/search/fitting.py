@@ -21,7 +21,7 @@ from planner.model.tensor_parallel import possible_degrees, refusal
 from planner.optimiser.feasibility import explain_infeasible, is_feasible, layer_capacity
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import AUTO, PlanOptions
-from planner.search.orders import canonical_devices, distinct_sets, order_tree
+from planner.search.orders import canonical_devices, cost_key, distinct_sets, order_tree
 from planner.workload import MicroBatches, micro_batch_pairs, pairs_of_job, pairs_up_to
 from quant.common.errors import DoesNotFitError, SpecError
 
@@ -61,8 +61,7 @@ def smallest_sizes(options: PlanOptions) -> MicroBatches:
 
 
 def sizes_near_share(costs: CostModel, devices: Sequence[Device], fits: Fits) -> list[MicroBatches]:
-    near = searched_sizes(costs, len(devices))
-    return [each for each in near if _holds(costs, devices, each, fits)]
+    return _holding(costs, devices, searched_sizes(costs, len(devices)), fits)
 
 
 def fitting_sizes(
@@ -81,32 +80,35 @@ def fitting_sizes(
         key=lambda size: not _holds(costs, devices, replace(least, decode=size), fits),
     )
     smaller = _with_fixed(pairs_up_to(batch, most), costs.options)
-    return [each for each in smaller if _holds(costs, devices, each, fits)]
+    return _holding(costs, devices, smaller, fits)
 
 
 def equal_problems(
     costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits, parts: int = 1
-) -> list[SizedProblem]:
-    """The problems that fit with one size in both phases: a stage's share of the batch over
+) -> Iterator[SizedProblem]:
+    """Yield the problems that fit with one size in both phases: a stage's share of the batch over
     `parts`, unless fixed.
     """
-    options, found = costs.options, []
+    options = costs.options
     for order in orders:
         share = -(-costs.workload.global_batch // (len(order) * parts))
         prefill, decode = options.prefill_micro_batch, options.decode_micro_batch
-        found.append(SizedProblem.of(costs, order, MicroBatches(prefill or share, decode or share)))
-    return [each for each in found if fits(each.problem)]
+        sized = SizedProblem.of(costs, order, MicroBatches(prefill or share, decode or share))
+        if fits(sized.problem):
+            yield sized
 
 
 def smaller_equal_problems(
     costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits
-) -> list[SizedProblem]:
+) -> Iterator[SizedProblem]:
     """As `equal_problems`, with the share halved until some order fits."""
-    parts = 1
-    while True:
-        found = equal_problems(costs, orders, fits, parts)
-        if found or parts >= costs.workload.global_batch:
-            return found
+    parts, is_found = 1, False
+    while not is_found:
+        for each in equal_problems(costs, orders, fits, parts):
+            is_found = True
+            yield each
+        if parts >= costs.workload.global_batch:
+            return
         parts *= 2
 
 
@@ -179,6 +181,23 @@ def _with_fixed(pairs: Sequence[MicroBatches], options: PlanOptions) -> list[Mic
     return sorted(fixed, key=lambda pair: (pair.decode, pair.prefill))
 
 
+def _holding(
+    costs: CostModel, devices: Sequence[Device], pairs: Sequence[MicroBatches], fits: Fits
+) -> list[MicroBatches]:
+    """Those of some pairs that memory allows: of each decode size prefill sizes up to some."""
+    by_decode: dict[int, list[int]] = {}
+    for each in pairs:
+        by_decode.setdefault(each.decode, []).append(each.prefill)
+    allowed, most = set[MicroBatches](), math.inf
+    for decode, sizes in sorted(by_decode.items()):
+        sizes = sorted(size for size in sizes if size <= most)
+        sized = [MicroBatches(prefill, decode) for prefill in sizes]
+        count = bisect_left(sized, True, key=lambda each: not _holds(costs, devices, each, fits))
+        allowed.update(sized[:count])
+        most = sizes[count - 1] if count else 0
+    return [each for each in pairs if each in allowed]
+
+
 def _holds(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, fits: Fits) -> bool:
     """Whether memory allows these sizes, as of a batch, whose passes are quick to count."""
     if fits is is_feasible:
@@ -227,20 +246,24 @@ def degrees_of(costs: CostModel) -> tuple[int, ...]:
     return (int(asked),)
 
 
-def first_sets(costs: CostModel) -> list[tuple[Device, ...]]:
-    """Every grouping with its devices that fit; `DoesNotFitError` where there is none."""
+def first_sets(costs: CostModel) -> Iterator[tuple[Device, ...]]:
+    """Yield each grouping with its devices that fit; `DoesNotFitError` where there is none."""
     if costs.options.tensor_parallel == 1:
-        return fitting_sets(costs)
-    found: list[tuple[Device, ...]] = []
-    for devices in groupings(costs):
+        yield from fitting_sets(costs)
+        return
+    found = set[Hashable]()
+    for grouped in groupings(costs):
         try:
-            found += fitting_sets(costs.on(devices))
+            sets = distinct_sets(fitting_sets(costs.on(grouped)))
         except DoesNotFitError:
             if costs.options.tensor_parallel != AUTO:
                 raise
+            continue
+        new = {cost_key(devices): devices for devices in sets if cost_key(devices) not in found}
+        found |= new.keys()
+        yield from new.values()
     if not found:
         raise misfit(costs)
-    return distinct_sets(found)
 
 
 def groupings(costs: CostModel) -> list[tuple[Device, ...]]:

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from planner.optimiser.relaxation import lower_bound
 from planner.options import AUTO, JOB_GAP
 from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.scheduling import PREDICTING, TOKEN_POLICIES
-from planner.search.candidate_search import CandidateSearch, search, untried_sets
+from planner.search.candidate_search import LOOKING, CandidateSearch, search, untried_sets
 from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.fitting import first_sets, fits_somehow, misfit
 from planner.search.orders import cost_key
@@ -133,11 +134,13 @@ class JobSearch:
         costs = _limited(replace(self._costs, theta=theta), limit_s)
         one = costs.with_in_flight(self._job, self.least)
         run, seen = _Run(self, costs, _QUICK if quick else _WHOLE), set[Hashable]()
-        sets = self._sets[-1:] if quick else []
-        sets = sets or [*first_sets(one), *self._other_sets()]
+        sets: Iterable[tuple[Device, ...]] = self._sets[-1:] if quick else ()
+        sets = sets or chain(first_sets(one), self._other_sets())
         while sets:
             for devices in sets:
-                if cost_key(devices) not in seen and not run.runner.is_over:
+                if run.runner.is_over:
+                    break
+                if cost_key(devices) not in seen:
                     seen.add(cost_key(devices))
                     run.search(devices, sorted(self._best))
             sets = [] if quick else untried_sets(one, run.runner, seen)
@@ -241,9 +244,11 @@ class _Run:
         self.runner.run(self.searched, gap, self._effort.proving)
 
     def _try(self, devices: tuple[Device, ...], number: int) -> None:
-        key = cost_key(devices), number
+        key, is_late = (cost_key(devices), number), self.runner.share_left < LOOKING
         if number < self._job.least or key in self._tried or self.runner.is_over:
             return
+        if is_late and self.searched and self.runner.best is None:
+            return  # what was found first is solved first
         self._tried.add(key)
         try:
             self.searched.append(Candidates(self._job.at(self._costs, devices, number)))

@@ -91,11 +91,12 @@ def within_bounds(
     limit_s = PLAN_TIME * options.search_time_limit
     if options.max_omega is None and options.max_latency_s is None:
         return costs, plan_solver(costs, clock)(costs.theta, limit_s=limit_s)
-    solve = theta_solver(costs, clock, search_time=SearchTime(limit_s, clock))
+    search_time = SearchTime(limit_s, clock)
+    solve = theta_solver(costs, clock, search_time=search_time)
     if options.max_omega is not None:
-        point, gap = fastest_within(solve, options.max_omega)
+        point, gap = fastest_within(solve, options.max_omega, search_time)
     else:
-        point, gap = finest_within(solve, float(options.max_latency_s or 0.0))
+        point, gap = finest_within(solve, float(options.max_latency_s or 0.0), search_time)
     assignment = point.plan.assignment
     if assignment.status == "optimal" and gap > options.relative_gap:
         assignment = replace(assignment, status="bounded")
@@ -104,13 +105,19 @@ def within_bounds(
     return at_theta, replace(point.plan, assignment=assignment, lower_bound=lower_bound)
 
 
-def front(solve: Solve[PlanT], most_points: int = 12) -> tuple[ThetaPoint[PlanT], ...]:
-    """The hull's points from fastest to best quality, widest gaps first, without beaten ones."""
+def front(
+    solve: Solve[PlanT], most_points: int = 12, search_time: SearchTime | None = None
+) -> tuple[ThetaPoint[PlanT], ...]:
+    """The hull's points from fastest to best quality, widest gaps first, without beaten ones; those
+    for which there is time.
+    """
     fastest, finest = _extremes(solve)
     points = [fastest] if _same(fastest, finest) else [fastest, finest]
     open_spans = [(fastest, finest)] if len(points) == 2 else []
     solves = 2
     while open_spans and len(points) < most_points and solves < MOST_SOLVES:
+        if search_time is not None and search_time.is_over:
+            break
         open_spans.sort(key=lambda span: _height(*span))
         left, right = open_spans.pop()
         found = _between(solve, left, right)
@@ -143,7 +150,9 @@ def _between(
     return found if found.cost(theta) < left.cost(theta) * (1 - PROGRESS) else None
 
 
-def fastest_within(solve: Solve[PlanT], max_omega: float) -> BoundedChoice[PlanT]:
+def fastest_within(
+    solve: Solve[PlanT], max_omega: float, search_time: SearchTime | None = None
+) -> BoundedChoice[PlanT]:
     """The fastest plan of at most `max_omega`; `BoundNotMetError` with the least omega of any."""
 
     def is_inside(point: ThetaPoint[PlanT]) -> bool:
@@ -157,19 +166,21 @@ def fastest_within(solve: Solve[PlanT], max_omega: float) -> BoundedChoice[PlanT
             "max_omega",
             finest.omega,
         )
-    tried = _close_in(solve, fastest, finest, is_inside)
+    tried = _close_in(solve, fastest, finest, is_inside, search_time)
     chosen = min(filter(is_inside, tried), key=lambda point: point.latency_s)
     # Weak duality: within the bound, latency >= min(latency + theta * omega) - theta * bound.
     proven = max(point.bound - point.theta * max_omega for point in tried)
     return chosen, _gap(chosen.latency_s, proven)
 
 
-def finest_within(solve: Solve[PlanT], max_latency_s: float) -> BoundedChoice[PlanT]:
+def finest_within(
+    solve: Solve[PlanT], max_latency_s: float, search_time: SearchTime | None = None
+) -> BoundedChoice[PlanT]:
     """The plan of best quality that is predicted to keep the bound; the prediction is taken of
     every point tried. The gap is over plans whose ranking latency is within it. `BoundNotMetError`
     has the least predicted latency.
     """
-    tried = _tried_for_latency(solve, max_latency_s)
+    tried = _tried_for_latency(solve, max_latency_s, search_time)
     inside = [point for point in tried if point.predicted_s <= max_latency_s]
     if not inside:
         least_s = min(point.predicted_s for point in tried)
@@ -185,7 +196,9 @@ def finest_within(solve: Solve[PlanT], max_latency_s: float) -> BoundedChoice[Pl
     return chosen, _gap(chosen.omega, max(0.0, proven))
 
 
-def _tried_for_latency(solve: Solve[PlanT], max_latency_s: float) -> list[ThetaPoint[PlanT]]:
+def _tried_for_latency(
+    solve: Solve[PlanT], max_latency_s: float, search_time: SearchTime | None
+) -> list[ThetaPoint[PlanT]]:
     """Solve around where the prediction crosses the bound, maybe between two ends above it."""
 
     def is_inside(point: ThetaPoint[PlanT]) -> bool:
@@ -196,16 +209,16 @@ def _tried_for_latency(solve: Solve[PlanT], max_latency_s: float) -> list[ThetaP
     if is_inside(finest):
         return ends
     if is_inside(fastest):
-        return _close_in(solve, finest, fastest, is_inside)
+        return _close_in(solve, finest, fastest, is_inside, search_time)
     if fastest.latency_s > max_latency_s:
         return ends
-    tried = [*ends, *front(solve, LOOKED_AT)]
+    tried = [*ends, *front(solve, LOOKED_AT, search_time)]
     inside = min(filter(is_inside, tried), key=lambda point: point.omega, default=None)
     if inside is None:
         return tried
     finer = (point for point in tried if point.omega < inside.omega)
     outside = max(finer, key=lambda point: point.omega, default=finest)
-    return tried + _close_in(solve, outside, inside, is_inside)
+    return tried + _close_in(solve, outside, inside, is_inside, search_time)
 
 
 def _close_in(
@@ -213,13 +226,16 @@ def _close_in(
     outside: ThetaPoint[PlanT],
     inside: ThetaPoint[PlanT],
     is_inside: Callable[[ThetaPoint[PlanT]], bool],
+    search_time: SearchTime | None,
 ) -> list[ThetaPoint[PlanT]]:
-    """Solve ever nearer to where the hull crosses the bound; the last edge's bound is the best."""
+    """Solve ever nearer to where the hull crosses the bound, in time; the last edge's bound is the
+    best.
+    """
     tried = [outside, inside]
     if is_inside(outside):
         return tried
     for _ in range(MOST_SOLVES):
-        if inside.omega == outside.omega:
+        if inside.omega == outside.omega or (search_time is not None and search_time.is_over):
             break
         theta = (inside.latency_s - outside.latency_s) / (outside.omega - inside.omega)
         if not 0 < theta < math.inf:

@@ -82,7 +82,7 @@ def chosen_by_quality(costs: CostModel, quality: Quality, clock: Callable[[], fl
         looks = 1 if is_usable or costs.job is None else 2
         solve_usable = solver_of(usable, good if is_usable else ())
         try:
-            found = _by_quality(solve_usable, looks, fast, known, finest)
+            found = _by_quality(solve_usable, looks, fast, known, finest, search_time)
         except InfeasibleError:
             continue
         point, of_point = found[quality], costs if quality == "fast" else usable
@@ -124,14 +124,22 @@ def _by_quality(
     fast: ThetaPoint[Solution],
     known: Sequence[ThetaPoint[Solution]],
     finest: ThetaPoint[Solution] | None,
+    search_time: SearchTime,
 ) -> Qualities:
-    """The plans of the qualities; a job whose bits were unknown needs so many `looks`."""
+    """The plans of the qualities, of those `known` where time is up; a job whose bits were unknown
+    needs so many `looks`.
+    """
     if not fast.omega:
         return best_by_rules(fast, [fast])
-    *_, balanced = found = [*known, *(solve(theta_of_tenth(fast)) for _ in range(looks))]
-    limit_s = slowest_high_s(found)
+    found = list(known)
+    for _ in range(looks):
+        if not found or not search_time.is_over:
+            found.append(solve(theta_of_tenth(fast)))
+    balanced, limit_s = found[-1], slowest_high_s(found)
     if balanced.omega and (finest is None or finest.predicted_s > limit_s):
-        found += towards_high(solve, balanced, limit_s)
+        steps = towards_high(solve, balanced, limit_s)
+        while not search_time.is_over and (step := next(steps, None)) is not None:
+            found.append(step)
     return best_by_rules(fast, found)
 
 
@@ -212,7 +220,7 @@ def plans_beside(
 ) -> PlansBeside:
     """The plans beside the one that was chosen, searched for in the time that is left."""
     costs, finest = chosen.costs, chosen.finest
-    about = _Plan(costs, chosen.solution, predicted.latency_s, time_left)
+    about = _Plan(costs, chosen.solution, predicted.latency_s, time_left, clock)
     beside = PlansBeside(
         quality=chosen.quality,
         qualities=tuple(
@@ -222,10 +230,10 @@ def plans_beside(
         full_precision=choice(costs, finest.plan, finest.predicted_s) if finest else None,
     )
     if costs.job is None:
-        return replace(beside, beaten_by=_beaten_by(about, clock))
+        return replace(beside, beaten_by=_beaten_by(about))
     if chosen.quality is None:
         return beside
-    more = tuple(_more_devices(about, clock))
+    more = tuple(_more_devices(about))
     return replace(beside, curve=tuple(_curve(about, costs.job)), more_devices=more)
 
 
@@ -246,6 +254,7 @@ class _Plan:
     solution: Solution
     predicted_s: float
     time_left: SearchTime
+    clock: Callable[[], float]
 
     def answer_options(self) -> PlanOptions:
         options = self.costs.options
@@ -274,6 +283,8 @@ def _curve(plan: _Plan, job: Job) -> Iterator[PlanChoice]:
     steps = range(-CURVE_REACH, CURVE_REACH + 1)
     numbers = {min(job.prompts, round(own * CURVE_STEP**step)) for step in steps} - {own, 0}
     for number in sorted(numbers):
+        if plan.time_left.is_over:
+            return
         found = _at_number(plan, job, number)
         if found is not None:
             yield plan.choice(found)
@@ -287,39 +298,39 @@ def _at_number(plan: _Plan, job: Job, number: int) -> Solution | None:
     problem = costs.grouped_problem(solution.devices, sizes)
     try:
         limit_s = min(CURVE_SOLVE_S, plan.time_left.next_s())
-        limits = SolveOptions(time_limit_s=limit_s, relative_gap=ANSWER_GAP)
+        limits = SolveOptions(time_limit_s=limit_s, relative_gap=ANSWER_GAP, clock=plan.clock)
         found = solve_by("auto", problem, limits)
     except InfeasibleError:
         return None
     return replace(solution, workload=costs.workload, sizes=sizes, assignment=found)
 
 
-def _more_devices(plan: _Plan, clock: Callable[[], float]) -> Iterator[MoreDevices]:
+def _more_devices(plan: _Plan) -> Iterator[MoreDevices]:
     """Yield what one more of each kind of device brings; nothing where a plan is better without."""
     used, number = len(plan.solution.devices), plan.solution.workload.global_batch
     most = number if plan.costs.job is None else plan.costs.job.prompts
     known = {number, min(most, round(number * (used + 1) / used))}
     for kind in kinds_of_devices(plan.costs.cluster)[:MOST_KINDS]:
-        found = _with_one_more(plan, kind, known, clock)
+        if plan.time_left.is_over:
+            return
+        found = _with_one_more(plan, kind, known)
         own = choice(plan.costs, plan.solution, plan.predicted_s)
         # A slow device more can cost more than it brings, and then is left out.
         best = min(own, found, key=plan.cost_s)
         yield MoreDevices(kind.accelerator.name, kind.node, 1, best)
 
 
-def _with_one_more(
-    plan: _Plan, kind: Device, known: set[int], clock: Callable[[], float]
-) -> PlanChoice:
+def _with_one_more(plan: _Plan, kind: Device, known: set[int]) -> PlanChoice:
     options = replace(plan.answer_options(), keep_all_devices=True, tensor_parallel=1)
     cluster = grown(plan.costs.cluster, kind, 1)
     devices = (*plan.solution.devices, cluster.devices[-1])
     cluster = replace(cluster, devices=devices)
     costs = replace(plan.costs, cluster=cluster, options=options)
-    found = plan_solver(costs, clock, known)(costs.theta, quick=True)
+    found = plan_solver(costs, plan.clock, known)(costs.theta, quick=True)
     return choice(costs, found, forecast_solution(costs, found, RANKING_PASSES).seconds)
 
 
-def _beaten_by(plan: _Plan, clock: Callable[[], float]) -> PlanChoice | None:
+def _beaten_by(plan: _Plan) -> PlanChoice | None:
     costs, batch = plan.costs, plan.costs.workload.global_batch
     own = choice(costs, plan.solution, plan.predicted_s)
     options = costs.options
@@ -328,7 +339,7 @@ def _beaten_by(plan: _Plan, clock: Callable[[], float]) -> PlanChoice | None:
         return None
     for share in SMALLER_BATCHES:
         number = round(share * batch)
-        if number < 1:
+        if number < 1 or plan.time_left.is_over:
             return None
         fewer = replace(
             costs,
@@ -336,7 +347,7 @@ def _beaten_by(plan: _Plan, clock: Callable[[], float]) -> PlanChoice | None:
             theta=costs.theta * number / batch,
             options=plan.answer_options(),
         )
-        found = search(fewer, clock)
+        found = search(fewer, plan.clock)
         other = choice(fewer, found, forecast_solution(fewer, found).seconds)
         if other.beats(own):
             return other

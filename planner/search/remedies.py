@@ -81,7 +81,7 @@ def rounded_up(value: float) -> float:
 
 
 def _fits(request: PlanningRequest) -> bool:
-    return _succeeds(request, lambda costs: bool(first_sets(costs)))
+    return _succeeds(request, lambda costs: bool(next(first_sets(costs))))
 
 
 def _plans(request: PlanningRequest) -> bool:

@@ -17,7 +17,7 @@ from planner.search import find
 def alone() -> Iterator[None]:
     """Have all plans that are found meanwhile stand alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(find, "baselines", lambda costs: ())
+        patch.setattr(find, "baselines", lambda *_: ())
         patch.setattr(find, "plans_beside", lambda *_: PlansBeside())
         yield
 

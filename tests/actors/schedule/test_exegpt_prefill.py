@@ -13,7 +13,9 @@ from actors.schedule.exegpt_waa import PrefillScheduler
 from actors.schedule.live_run import LiveRun
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import make_scheduler
+from planner.latency_bound.waa import prompts_in_flight
 from planner.scheduling import RequestSchedule
+from planner.workload import Job
 from quant.common.errors import SpecError
 from tests.actors.driving import run_dry
 from tests.actors.schedule.random_inbox import ChangingInbox, LimitedPipeline
@@ -105,6 +107,29 @@ def test_as_many_micro_batches_are_under_way_as_keep_all_stages_busy() -> None:
         while driver.submit_next() is not None:
             pass
         assert driver.under_way == scheduler.most_under_way == stages + 1
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 10, 20])
+@pytest.mark.parametrize("newcomers", [3, 50])
+def test_no_more_prompts_are_under_way_than_the_plan_has_memory_for(
+    newcomers: int, tokens: int
+) -> None:
+    """Of turns of 50 prompts micro-batches of at most six, one on each stage and one that waits."""
+    stages, job = 3, Job.of(1000, LONGEST - 1, 4)
+    schedule = replace(SIZES.followed_schedule, prefill_requests=newcomers)
+    planned = prompts_in_flight(schedule, stages, job)
+    assert planned.global_batch == (9 if newcomers == 3 else 24)
+
+    def under_way(slots: int) -> list[int]:
+        """Requests of each micro-batch that begins before one is back."""
+        scheduler = PrefillScheduler(replace(SIZES, slots=slots), stages)
+        scheduler.add([request(i, tokens, 1) for i in range(100)])
+        batches = (scheduler.next_batch() for _ in range(scheduler.most_under_way))
+        return [len(batch.slots) for batch, _ in filter(None, batches)]
+
+    assert sum(under_way(planned.global_batch)) <= planned.global_batch
+    if newcomers == 50:
+        assert under_way(planned.global_batch) == under_way(1000)
 
 
 def test_micro_batches_are_those_of_another_schedule_from_the_next_one_on() -> None:

@@ -114,7 +114,7 @@ def test_groups_that_do_not_fit_say_why_and_that_others_do() -> None:
     with pytest.raises(DoesNotFitError, match=r"64 layers need .*one rank.*tensor_parallel auto"):
         find_plan(cluster, shape, "m", work, PlanOptions(tensor_parallel=4, theta=1.0))
     alone = costs_of(PlanningRequest(cluster, shape, work, PlanOptions(theta=1.0)))[0]
-    assert first_sets(alone) == [cluster.devices]
+    assert list(first_sets(alone)) == [cluster.devices]
 
 
 def test_devices_without_a_group_of_the_degree_stay_unused() -> None:
