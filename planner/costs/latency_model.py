@@ -176,7 +176,7 @@ class LayerParts(NamedTuple):
     hosted: LatencyModel
 
 
-_Times = TypeVar("_Times", float, tuple[float, float])
+_Times = TypeVar("_Times", float, HostedSeconds)
 
 
 class RememberedLatency(DerivedLatency):
@@ -197,9 +197,7 @@ class RememberedLatency(DerivedLatency):
     def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:
         return self._once(self.model.experts_s, device, bits, tokens, dtype)
 
-    def hosted_experts_s(
-        self, device: Device, bits: int, tokens: int, dtype: str
-    ) -> tuple[float, float]:
+    def hosted_experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> HostedSeconds:
         return self._once(self.model.hosted_experts_s, device, bits, tokens, dtype)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:

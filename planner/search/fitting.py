@@ -188,13 +188,12 @@ def _holding(
     by_decode: dict[int, list[int]] = {}
     for each in pairs:
         by_decode.setdefault(each.decode, []).append(each.prefill)
-    allowed, most = set[MicroBatches](), math.inf
+    allowed, too_many = set[MicroBatches](), math.inf
     for decode, sizes in sorted(by_decode.items()):
-        sizes = sorted(size for size in sizes if size <= most)
-        sized = [MicroBatches(prefill, decode) for prefill in sizes]
+        sized = [MicroBatches(size, decode) for size in sorted(sizes) if size < too_many]
         count = bisect_left(sized, True, key=lambda each: not _holds(costs, devices, each, fits))
         allowed.update(sized[:count])
-        most = sizes[count - 1] if count else 0
+        too_many = sized[count].prefill if count < len(sized) else too_many
     return [each for each in pairs if each in allowed]
 
 

@@ -160,9 +160,11 @@ def fastest_within(
 
     fastest, finest = _extremes(solve)
     if not is_inside(finest):
+        is_over = search_time is not None and search_time.is_over
+        in_time = " before time was up (--search_time_limit gives more)" if is_over else ""
         raise BoundNotMetError(
-            f"no plan has a summed sensitivity of at most {max_omega:g}; the best found has "
-            f"{finest.omega:g}",
+            f"no plan has a summed sensitivity of at most {max_omega:g}; the best found{in_time} "
+            f"has {finest.omega:g}",
             "max_omega",
             finest.omega,
         )

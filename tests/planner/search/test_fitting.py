@@ -15,11 +15,12 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.costs.stored_bytes import layer_weight_bytes
 from planner.model.finding import model_shape
+from planner.optimiser.feasibility import is_feasible
 from planner.optimiser.solve import even_sizes
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
-from planner.search.fitting import searched_sizes
+from planner.search.fitting import searched_sizes, sizes_near_share
 from planner.search.remedies import remedies_of_memory
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import MicroBatches, Workload, pairs_up_to
@@ -36,6 +37,23 @@ def planned(request: PlanningRequest) -> PlanSpec:
     return plan_alone.find_plan(
         request.cluster, request.shape, "m", request.workload, request.options
     ).plan
+
+
+def test_sizes_are_those_for_which_each_has_room() -> None:
+    """Larger prefills may be listed with larger decode sizes only."""
+    cluster, options = ClusterSpec.from_counts(["T4"], [1]), PlanOptions(bits=(4,), theta=0.0)
+    counts = set()
+    for mib in range(1300, 2100, 100):
+        devices = (replace(cluster.devices[0], memory_bytes=mib * MIB),)
+        request = PlanningRequest(
+            replace(cluster, devices=devices), SHAPE, Workload(32, 512, 8), options
+        )
+        costs, _ = costs_of(request)
+        listed = searched_sizes(costs, 1)
+        roomy = [each for each in listed if is_feasible(costs.problem(devices, each))]
+        assert sizes_near_share(costs, devices, is_feasible) == roomy
+        counts.add(len(roomy))
+    assert {0, len(listed)} < counts
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     [
         (BATCH, {}),
         (BATCH, {"tensor_parallel": "auto"}),
-        (BATCH, {"max_omega": 4.0}),
+        (BATCH, {"max_omega": 6.0}),
         (JOB, {"quality": "high"}),
         (JOB, {"policy": "s3", "tensor_parallel": "auto"}),
     ],
