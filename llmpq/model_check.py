@@ -39,6 +39,22 @@ def checked_shape(model: str | Path) -> ModelShape:
     return shape
 
 
+def stored_note(shape: ModelShape) -> str | None:
+    """A line on how the weights of a quantized checkpoint are taken; None: it is none."""
+    stored = shape.stored
+    if shape.decoded:
+        return (
+            f"{shape.name}: weights are stored as {shape.decoded}; they are decoded, and rounded "
+            "again to the bits of the plan"
+        )
+    if stored is None or stored.mixed:
+        return None
+    kinds = [kind.stored for kind in shape.kind_shapes if kind.stored is not None]
+    beside = sorted({each.bits for kind in kinds for each in kind.linears} - {stored.bits})
+    also = f", beside linears of {', '.join(map(str, beside))} bits" if beside else ""
+    return f"{shape.name}: weights are stored as {stored.words}{also}; their codes are kept"
+
+
 def left_out_note(model: str | Path) -> str | None:
     """A line on the parts of a checked `model` that are left out; None: it is a text model."""
     values, folder = model_config(model), local_model(model, "give a name or a folder", SpecError)

@@ -153,3 +153,21 @@ def on_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
         copy.clone().view(tensor.dtype).view(tensor.shape).numpy()
         for copy, tensor in zip(copies, tensors, strict=True)
     ]
+
+
+_BLOCK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+"""Weights worked on at once: 2 MB of float32 stays in a CPU core's cache (16 MB took 1.6 times as
+long on an AVX-512 core, decoding 512 KB at once 1.3 times), 64 MB keeps a GPU busy."""
+
+
+def row_blocks(rows: int, columns: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
+    yield from ranges(rows, max(1, rows_at_once(columns, device) // multiple) * multiple)
+
+
+def rows_at_once(columns: int, device: torch.device) -> int:
+    return max(1, _BLOCK_WEIGHTS.get(device.type, _BLOCK_WEIGHTS["cuda"]) // max(1, columns))
+
+
+def ranges(size: int, step: int) -> Iterator[slice]:
+    for first in range(0, size, step):
+        yield slice(first, min(first + step, size))

@@ -93,7 +93,7 @@ def measure_layers(
     """As `measure_stage`, for any `layers`; `schemes`, one a layer, are those of a checkpoint that
     is quantized already, and count for no other.
     """
-    stored = Checkpoint(checkpoint).gptq is not None
+    stored = Checkpoint(checkpoint).keeps_codes
     dtype = compute.dtype
     own = compute if stored else compute.in_type(_fast_dtype(dtype, compute.processor))
     stream = LayerStream(checkpoint, own)

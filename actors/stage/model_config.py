@@ -15,7 +15,7 @@ from planner.model.finding import has_own_head
 from planner.model.shape import MAX_SIZE
 from quant.checkpoint.gguf.folder import model_place, settings_place
 from quant.checkpoint.gguf.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY, GENERATION_CONFIG_FILE
+from quant.checkpoint.stored_config import CONFIG_FILE, CONFIG_KEY, GENERATION_CONFIG_FILE
 from quant.checkpoint.text_part import TEXT_SECTION, text_entries
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import MAX_BYTES, read_json_object

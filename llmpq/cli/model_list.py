@@ -223,9 +223,9 @@ def _model_facts(shape: ModelShape, name: str) -> Iterable[tuple[str, str]]:
     yield "vocabulary", f"{shape.vocab_size}, {tied}"
     yield "positions", f"{shape.max_positions}{' (no limit: ALiBi)' if shape.alibi else ''}"
     stored = shape.stored
-    yield "stored as", "" if stored is None else f"{stored.bits} bit (GPTQ)"
+    yield "stored as", shape.decoded if stored is None else stored.words
     for bits in reversed(BITWIDTHS):
-        full = " (as published)" if bits == FULL_BITS and stored is None else ""
+        full = " (as published)" if bits == FULL_BITS and not (stored or shape.decoded) else ""
         size = least_gpu_gib(shape, bits)
         on = "" if size is None else f", on GPUs of {size} GiB"
         yield f"{bits} bit", f"{_short(weight_bytes(shape, bits) / GIB)} GiB of weights{full}{on}"

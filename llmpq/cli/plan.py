@@ -18,7 +18,7 @@ from llmpq.cli.plan_input import asked_cluster, asked_model, asked_requests, ask
 from llmpq.cli.plan_options import PROG, PlanCommand, plan_parser
 from llmpq.cli.terminal import TaskProgress
 from llmpq.cluster import Cluster
-from llmpq.model_check import checked_shape, left_out_note
+from llmpq.model_check import checked_shape, left_out_note, stored_note
 from llmpq.plan import Plan
 from llmpq.profile.tables import loading_note
 from llmpq.report.bound_charts import write_latency_front
@@ -61,8 +61,8 @@ def _plan(options: PlanCommand, planning: dict[str, Any], words: Sequence[str]) 
     _check_targets(options)
     _ = options.prompting  # read and checked
     model = asked_model(options)
-    checked_shape(model)  # before devices are looked for and prompts are tokenized
-    tell_notes(filter(None, [left_out_note(model)]))
+    shape = checked_shape(model)  # before devices are looked for and prompts are tokenized
+    tell_notes(filter(None, [left_out_note(model), stored_note(shape)]))
     cluster = asked_cluster(options)
     if options.write_cluster is not None:
         _write_cluster(options, options.write_cluster, model, cluster)

@@ -21,8 +21,8 @@ from llmpq.run.options import RunOptions
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import opened_tokenizer, requests_of_any_length
 from planner.plan.spec import PlanSpec
-from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.checkpoint.model_reference import resolve
+from quant.checkpoint.stored_config import CONFIG_FILE
 from quant.common.errors import InputError, SpecError
 from quant.scheme import GPTQ
 

@@ -22,6 +22,7 @@ from actors.stage.layer_stream import LayerStream, StreamedLayer, stream_layers
 from actors.stage.partial_model import architecture_of
 from llmpq.quality.layer_inputs import SQUARES_BYTES, observed
 from llmpq.quality.perplexity import ReportProgress
+from quant.checkpoint.codes import GroupCodes
 from quant.checkpoint.model_folder import check_target, copy_settings, new_folder
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, SpecError
@@ -29,7 +30,6 @@ from quant.experts import QuantizedExperts, expert_shapes
 from quant.loading.emulated_kernels import Compute
 from quant.loading.expert_tensors import FUSED
 from quant.rounding.gptq import gptq
-from quant.rounding.gptq_format import GptqWeight
 from quant.rounding.gptq_writer import ANY_EXPERT, GptqLayout, GptqWriter
 from quant.rounding.gram import Gram
 from quant.scheme import FULL_BITS, GptqOptions
@@ -73,7 +73,7 @@ def quantize_checkpoint(
     """
     check_target(source, target, overwrite)
     checkpoint = Checkpoint(source)
-    if checkpoint.gptq is not None:
+    if checkpoint.keeps_codes:
         raise SpecError(f"{source} is quantized already; give the original 16-bit checkpoint")
     stream = LayerStream(source, wanted.compute)
     bitwidths = wanted.bitwidths
@@ -125,9 +125,9 @@ def _shapes(stream: LayerStream, index: int) -> dict[str, tuple[int, int]]:
 
 def _quantize_layer(
     layer: StreamedLayer, layout: GptqLayout, wanted: Quantization
-) -> dict[str, GptqWeight]:
+) -> dict[str, GroupCodes]:
     """Weights of the layer's linears, which hold the rounded ones afterwards."""
-    weights: dict[str, GptqWeight] = {}
+    weights: dict[str, GroupCodes] = {}
     linears = layer.linears
     bits = {name: layout.bits_of(layer.index, name) for name in linears}
     if {*bits.values()} <= {FULL_BITS}:
@@ -165,10 +165,10 @@ class _Experts:
         self._layer, self._bits, self._wanted = layer, bits, wanted
         self._stored = stream.stored_experts(layer.index)
 
-    def quantize(self, name: str) -> dict[str, GptqWeight]:
+    def quantize(self, name: str) -> dict[str, GroupCodes]:
         """Weights by name within the layer, which hold the rounded ones afterwards."""
         tensors, experts = self._stored[name], self._layer.experts[name]
-        weights: dict[str, GptqWeight] = {}
+        weights: dict[str, GroupCodes] = {}
         for fused, held in zip(FUSED, (experts.gate_up, experts.down), strict=True):
             size, parts = held.shape.in_features, tensors.parts(fused)
             read = tensors.reader(fused, held.shape)

@@ -16,7 +16,7 @@ from actors.sampling_options import GREEDY, Sampling
 from llmpq.rows.fields import DRAWN, SAMPLING_FIELDS, nearest_field, unfollowed
 from llmpq.rows.request_fields import Given
 from llmpq.rows.results import RowError, is_writable, plain_value, whole_number
-from quant.checkpoint.gptq_config import GENERATION_CONFIG_FILE
+from quant.checkpoint.stored_config import GENERATION_CONFIG_FILE
 from quant.common.errors import CheckpointError, FieldError, SpecError
 
 if TYPE_CHECKING:

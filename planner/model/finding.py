@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -19,14 +18,15 @@ from planner.model.families import FAMILIES, expert_model_types, wrapper_types
 from planner.model.family import Family, says_experts
 from planner.model.shape import ModelShape
 from planner.model.stored_bits import as_configured, as_stored
+from quant.checkpoint.coded_weights import weight_tensors
 from quant.checkpoint.gguf.folder import gguf_index, model_name, settings_place
-from quant.checkpoint.gptq_config import (
-    CONFIG_FILE,
-    parse_gptq_config,
-    quantization_entries,
-    read_gptq_config,
-)
 from quant.checkpoint.model_reference import local_model
+from quant.checkpoint.stored_config import CONFIG_FILE
+from quant.checkpoint.stored_methods import (
+    parse_stored_config,
+    quantization_entries,
+    read_stored_config,
+)
 from quant.checkpoint.stored_tensors import (
     DamagedFileError,
     StoredTensor,
@@ -34,7 +34,6 @@ from quant.checkpoint.stored_tensors import (
     is_offline,
     read_header,
     stored_name,
-    stored_tensors,
     unread_file,
     unread_weights,
     unreadable,
@@ -51,7 +50,7 @@ def has_own_head(folder: Path, model_type: str) -> bool:
     transformers 5 it is used, whatever `tie_word_embeddings` says. Both are read until they differ.
     """
     names = FAMILIES[model_type].architecture
-    stored = stored_tensors(folder)
+    stored = weight_tensors(folder)
     heads = (stored_name(stored, f"{name}.weight", names.base) for name in names.head_names)
     head = next(filter(None, heads), None)
     embedding = stored_name(stored, f"{names.embedding_path}.weight", names.base)
@@ -174,7 +173,7 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
         shape = shape.with_all(max_positions=reach(config, shape.max_positions))
     if quantization is None:
         return shape
-    return as_configured(parse_gptq_config(quantization, config.place), shape)
+    return as_configured(parse_stored_config(quantization, config.place), shape)
 
 
 def _read_shape(config: ConfigFile, family: Family) -> ModelShape:
@@ -227,11 +226,10 @@ def _folder_shape(folder: Path) -> ModelShape:
     name, place = _folder_name(folder), settings_place(folder, CONFIG_FILE)
     shape = shape_from_config(name, _read_config(config), place)
     tied = shape.tied_embeddings and not has_own_head(folder, shape.model_type)
-    stored = shape.stored or read_gptq_config(folder)
+    stored = read_stored_config(folder)
     if stored is not None:
-        configured = shape if shape.stored else shape.with_all(stored=stored)
-        read = replace(stored, linears=())
-        shape = as_stored(read, shape.with_all(stored=None), folder) or configured
+        plain = shape.with_all(stored=None, decoded="")
+        shape = as_stored(stored, plain, folder) or as_configured(stored, plain)
     return shape.with_all(tied_embeddings=tied)
 
 

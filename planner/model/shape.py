@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from planner.model.layer_parts import DeltaMixer, Experts, LatentAttention
-from quant.checkpoint.gptq_config import WHOLE_ROW, GptqConfig
+from quant.checkpoint.stored_config import WHOLE_ROW, StoredConfig
 from quant.common.errors import SpecError
 from quant.scheme import LinearShape, group_size
 
@@ -25,6 +25,7 @@ _NOT_IN_FINGERPRINT = frozenset(
         "max_positions",
         "sliding_window",
         "stored",
+        "decoded",
         "alibi",
         "activation_buffers",
         "cut_groups",
@@ -56,7 +57,8 @@ class ModelShape:
     `position_rows` are of a learned table (0: rotary or ALiBi); a `word_embedding_size` other than
     `hidden_size` has projections without bias between (OPT-350m). `norm_parameters` are of one norm
     over the hidden size, `qk_norm` of two over the head size. `sliding_window` None: all tokens.
-    `stored`: how the checkpoint is quantized. `alibi`: no length is its end. `activation_buffers`
+    `stored`: the codes of a quantized checkpoint, which stages keep; `decoded`: how weights are
+    stored that are decoded and rounded again. `alibi`: no length is its end. `activation_buffers`
     of the MLP's width beside its result. `cut_groups`: columns of a rank that share a scale in
     attention's output, in the MLP's last linear and in an expert's, where there are such
     (`planner.model.tensor_parallel`).
@@ -85,7 +87,8 @@ class ModelShape:
     embedding_norm: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
-    stored: GptqConfig | None = None
+    stored: StoredConfig | None = None
+    decoded: str = ""
     alibi: bool = False
     activation_buffers: int = 0
     cut_groups: tuple[int, ...] = ()

@@ -1,59 +1,67 @@
-"""With which bits the linears and experts of each kind of layers are stored in GPTQ checkpoints."""
+"""With which bits the linears and experts of each kind of layers are stored, where a checkpoint has
+integer codes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from planner.model.families import FAMILIES
 from planner.model.shape import ModelShape
-from quant.checkpoint.gptq_config import GptqConfig, StoredLinear, bits_of_words
-from quant.checkpoint.stored_tensors import StoredTensor, stored_name, stored_tensors
+from quant.checkpoint.coded_weights import weight_tensors
+from quant.checkpoint.stored_config import StoredConfig, StoredLinear
+from quant.checkpoint.stored_tensors import stored_name
 from quant.scheme import FULL_BITS, LinearShape
 
 
-def as_configured(config: GptqConfig, shape: ModelShape) -> ModelShape:
-    """Return `shape` with what the modules that `config` names say of its linears."""
-    if not config.modules:
-        return shape.with_all(stored=config)
-    size, by_kind = config.group_size, list[list[StoredLinear]]()
-    for kind in shape.kind_shapes:
-        given = [
-            any(f".{module}".endswith(f".{name}") for module in config.modules)
-            for name, _ in _linears(kind)
-        ]
-        linears = [StoredLinear(config.bits if each else FULL_BITS, size) for each in given]
-        by_kind.append(linears)
-    return _of_linears(config, shape, by_kind)
+def as_configured(config: StoredConfig, shape: ModelShape) -> ModelShape:
+    """Return `shape` with what `config` says of its linears."""
+
+    def stored(module: str, linear: LinearShape) -> StoredLinear:
+        scheme = config.scheme_of(module)
+        if scheme is None or scheme.bits == FULL_BITS:
+            return StoredLinear(FULL_BITS, linear.in_features)
+        return StoredLinear(scheme.bits, scheme.group_size)
+
+    return _of_layers(config, shape, stored)
 
 
-def as_stored(config: GptqConfig, shape: ModelShape, folder: Path) -> ModelShape | None:
+def as_stored(config: StoredConfig, shape: ModelShape, folder: Path) -> ModelShape | None:
     """Return `shape` with bits and groups of the weights in `folder`, as rules (`dynamic`) may
-    change them; `mixed` where layers of a kind differ. None where not all weights tell.
+    change them; `mixed` where layers of a kind differ. None where not all weights are here.
     """
-    tensors = stored_tensors(folder)
-    if not tensors:
+    tensors, base = weight_tensors(folder), FAMILIES[shape.model_type].architecture.base
+    if any(tensor.shape is None for tensor in tensors.values()) or not tensors:
         return None
+
+    def stored(module: str, linear: LinearShape) -> StoredLinear:
+        found = stored_name(tensors, f"{module}.weight", base)
+        own = None if found is None else tensors[found].linear
+        return own or StoredLinear(FULL_BITS, linear.in_features)
+
+    return _of_layers(replace(config, mixed=False), shape, stored)
+
+
+def _of_layers(
+    config: StoredConfig, shape: ModelShape, stored: Callable[[str, LinearShape], StoredLinear]
+) -> ModelShape:
     names = FAMILIES[shape.model_type].architecture
     by_kind = [list[list[StoredLinear]]() for _ in shape.kind_shapes]
     for index, kind in enumerate(shape.kind_of_layer):
         layer, linears = f"{names.layers_path}.{index}", _linears(shape.kind_shapes[kind])
-        found = [
-            _stored(linear, *_parts(f"{layer}.{name}", names.base, tensors))
-            for name, linear in linears
-        ]
-        by_kind[kind].append([each for each in found if each is not None])
-        if len(by_kind[kind][-1]) < len(linears):  # not here yet, or damaged: checking will tell
-            return None
+        by_kind[kind].append([stored(f"{layer}.{name}", linear) for name, linear in linears])
+    if all(own.bits == FULL_BITS for layers in by_kind for each in layers for own in each):
+        return shape.with_all(stored=None, decoded=config.words)
     if any(len({tuple(each.bits for each in own) for own in layers}) > 1 for layers in by_kind):
         return shape.with_all(stored=replace(config, mixed=True))
     finest = [
         [min(place, key=lambda each: each.group_size) for place in zip(*layers, strict=True)]
         for layers in by_kind
     ]
-    return _of_linears(replace(config, mixed=False), shape, finest)
+    return _of_linears(config, shape, finest)
 
 
 def _linears(kind: ModelShape) -> list[tuple[str, LinearShape]]:
@@ -66,28 +74,8 @@ def _linears(kind: ModelShape) -> list[tuple[str, LinearShape]]:
     return [*found, *parts]
 
 
-def _parts(
-    module: str, base: str, tensors: Mapping[str, StoredTensor]
-) -> tuple[StoredTensor | None, StoredTensor | None]:
-    found = (stored_name(tensors, f"{module}.{part}", base) for part in ("qweight", "scales"))
-    words, scales = (None if name is None else tensors[name] for name in found)
-    return words, scales
-
-
-def _stored(
-    linear: LinearShape, words: StoredTensor | None, scales: StoredTensor | None
-) -> StoredLinear | None:
-    if words is None:
-        return StoredLinear(FULL_BITS, linear.in_features)
-    if not words.shape or scales is None or not scales.shape:
-        return None
-    bits = bits_of_words(words.shape[0], linear.in_features)
-    size = -(-linear.in_features // max(1, scales.shape[0]))
-    return None if bits is None else StoredLinear(bits, size)
-
-
 def _of_linears(
-    config: GptqConfig, shape: ModelShape, by_kind: Sequence[Sequence[StoredLinear]]
+    config: StoredConfig, shape: ModelShape, by_kind: Sequence[Sequence[StoredLinear]]
 ) -> ModelShape:
     """Return `shape` with each kind's own linears; bits of most weights, or `mixed` bits."""
     weights, kinds = Counter[int](), list[ModelShape]()

@@ -58,7 +58,7 @@ def rank_share(shape: ModelShape, degree: int, rank: int) -> RankShare:
         raise SpecError(f"rank {rank} is none of a stage of {degree} ranks; 0 to {degree - 1} are")
     if degree > 1 and shape.stored is not None and shape.stored.desc_act:
         raise SpecError(
-            f"model {shape.name} cannot be divided among {degree} ranks: its GPTQ checkpoint has "
+            f"model {shape.name} cannot be divided among {degree} ranks: its checkpoint has "
             "desc_act, with the columns of a group apart; quantize it without desc_act, or give "
             "each stage one device"
         )

@@ -9,9 +9,9 @@ from pathlib import Path
 from planner.model.families import FAMILIES
 from planner.model.shape import ModelShape
 from planner.model.tensor_shapes import end_tensors, fused_experts, layer_tensors, separate_experts
+from quant.checkpoint.coded_weights import weight_tensors
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
 from quant.checkpoint.gguf.folder import gguf_index, model_place
-from quant.checkpoint.gptq_config import STORED_BITS, bits_of_words
 from quant.checkpoint.stored_tensors import (
     KEY_TENSORS,
     StoredTensor,
@@ -25,7 +25,6 @@ from quant.checkpoint.stored_tensors import (
     patterns,
     spellings,
     stored_name,
-    stored_tensors,
     unread_weights,
 )
 from quant.common.errors import CheckpointError
@@ -34,7 +33,6 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MXFP4_GROUP = 32
 """Weights of a row that share a scale."""
 
-_PACKED = ("qweight", "qzeros", "scales")
 _PACKED_MARKS = ("qweight", "weight_packed")
 """What stands in place of a weight in GPTQ and AWQ, and in compressed-tensors."""
 
@@ -52,7 +50,7 @@ def check_weights(folder: Path, shape: ModelShape) -> str | None:
     unread = unread_weights(folder)
     if unread is not None:
         raise CheckpointError(unread)
-    stored = stored_tensors(folder)
+    stored = weight_tensors(folder)
     if not stored:
         if is_in_hub_cache(folder):
             return None
@@ -112,39 +110,23 @@ class _Weights:
             self._check_layer(f"{self.names.layers_path}.{index}", self.shape.layer(index))
 
     def _check_layer(self, layer: str, kind: ModelShape) -> None:
-        names = self.names.of_kind(kind.kind)
-        linears = {f"{name}.weight" for name in (*names.attention, *names.mlp)}
         fused = [name for name in fused_experts(kind) if not name.endswith("_bias")]
         forms = [f"{layer}.{name}{end}" for name in fused for end in ("", "_blocks")]
-        is_packed = self._check_packed_experts(layer, kind)
         is_fused = any([self._find(each) for each in forms])
         for name, size in layer_tensors(kind).items():
             full = f"{layer}.{name}"
-            is_linear = self.shape.stored is not None and name in linears
             if name in fused and (not is_fused or self._check_mxfp4(full, size)):
                 continue
-            if not (is_linear and self._check_packed(full.removesuffix(".weight"), size)):
-                self.check(full, size)
-        if fused and not is_fused and not is_packed:
+            self.check(full, size)
+        if fused and not is_fused:
             self._check_experts(layer, kind)
         if kind.reads_earlier_keys:  # published files have what makes keys and values all the same
             for name in KEY_TENSORS:
                 self._find(f"{layer}.{name}")
 
-    def _check_packed_experts(self, layer: str, kind: ModelShape) -> bool:
-        """Check experts that are stored as codes; False where they are not."""
-        if self.shape.stored is None or kind.experts is None:
-            return False
-        each = separate_experts(kind, self.names.experts_by_inputs)
-        sizes = {name: size for own in each for name, size in own.items()}
-        modules = {f"{layer}.{n.removesuffix('.weight')}": size for n, size in sizes.items()}
-        found = [self._check_packed(module, size) for module, size in modules.items()]
-        if found[0] and not all(found):
-            raise CheckpointError(self._missing(f"{[*modules][found.index(False)]}.qweight"))
-        return found[0]
-
     def _check_experts(self, layer: str, kind: ModelShape) -> None:
-        experts = separate_experts(kind)
+        is_coded = self.shape.stored is not None
+        experts = separate_experts(kind, is_coded and self.names.experts_by_inputs)
         for tensors in experts:
             for name, size in tensors.items():
                 if self._find(f"{layer}.{name}") is None:
@@ -253,23 +235,3 @@ class _Weights:
             f"{self.place} has no tensor {self._spelt(name)} among its {len(self.stored)}; it is "
             "incomplete or of another model: download it again"
         )
-
-    def _check_packed(self, module: str, size: tuple[int, ...]) -> bool:
-        found = self._find(f"{module}.qweight")
-        if found is None:
-            return False
-        parts = {part: self._find(f"{module}.{part}") for part in (*_PACKED, "g_idx")}
-        missing = [part for part in _PACKED if parts[part] is None]
-        if missing:
-            raise CheckpointError(self._missing(f"{module}.{missing[0]}"))
-        name, tensor = found
-        fits = tensor.shape is None or (
-            tensor.shape[1:] == size[:1] and bits_of_words(tensor.shape[0], size[1]) is not None
-        )
-        if not fits and tensor.shape is not None:
-            raise CheckpointError(
-                f"{self.folder / tensor.file}: tensor {name} is {list(tensor.shape)}, which holds "
-                f"{size[1]} inputs of {size[0]} outputs at none of "
-                f"{', '.join(map(str, STORED_BITS))} bits; {_REMEDY}"
-            )
-        return True

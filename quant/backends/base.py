@@ -11,15 +11,8 @@ import torch
 from torch.nn import functional
 
 from quant.common.errors import CheckpointError
-from quant.devices import moved_blocks
-from quant.rounding.canonical import (
-    CanonicalWeight,
-    dequantize,
-    quantize,
-    ranges,
-    row_blocks,
-    rows_at_once,
-)
+from quant.devices import moved_blocks, ranges, row_blocks, rows_at_once
+from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from quant.backends.base import PackedWeight, copy_of, tensor_bytes
 from quant.backends.table import NF4_BLOCK
 from quant.common.errors import DeviceError
-from quant.rounding.canonical import row_blocks
+from quant.devices import row_blocks
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.rounding.weighted import column_importance
 from quant.scheme import LinearShape

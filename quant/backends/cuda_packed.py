@@ -29,7 +29,8 @@ from quant.backends.cuda_products import (
     products_for,
 )
 from quant.common.errors import SpecError
-from quant.rounding.canonical import CanonicalWeight, dequantize, row_blocks
+from quant.devices import row_blocks
+from quant.rounding.canonical import CanonicalWeight, dequantize
 from quant.scheme import GROUP_SIZES
 
 _OCTET = 8

@@ -20,7 +20,7 @@ import torch
 
 from quant.backends.cuda_driver import THREADS, Kernels, kernels_for
 from quant.backends.table import FUSED_TOKENS, TENSOR_TOKENS
-from quant.rounding.canonical import row_blocks
+from quant.devices import row_blocks
 
 _FILES = ("cuda_kernels.cu", "cuda_mma.cuh", "cuda_restoring.cuh", "cuda_tensor_cores.cu")
 SOURCE = tuple(map(Path(__file__).with_name, _FILES))

@@ -17,7 +17,8 @@ import torch
 from torch.nn import functional
 
 from quant.backends.base import CanonicalPacked
-from quant.rounding.canonical import CanonicalWeight, decode, ranges, row_blocks
+from quant.devices import ranges, row_blocks
+from quant.rounding.canonical import CanonicalWeight, decode
 
 BLOCK_ROWS = 64
 """Rows that the kernel interleaves with AVX-512, and fewer without: ranges of rows that are

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quant.devices import moved_blocks
+from quant.devices import moved_blocks, row_blocks
 from quant.numba_loops import compiled_loop, has_numba, torch_threads, widening
-from quant.rounding.canonical import CanonicalWeight, dequantize, quantize, row_blocks
+from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from quant.checkpoint.gptq_config import CONFIG_FILE
+from quant.checkpoint.stored_config import CONFIG_FILE
 from quant.common.errors import InputError
 
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")

@@ -8,7 +8,7 @@ import importlib.metadata
 from pathlib import Path
 
 from quant.checkpoint.gguf.folder import folder_of_gguf, is_gguf
-from quant.checkpoint.gptq_config import CONFIG_FILE
+from quant.checkpoint.stored_config import CONFIG_FILE
 from quant.checkpoint.stored_tensors import is_offline, missing_in_hub_cache
 from quant.common.errors import CheckpointError, LlmpqError, SpecError
 from quant.common.text import path_reason

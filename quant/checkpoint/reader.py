@@ -10,28 +10,29 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from quant.checkpoint.coded_weights import CodedWeight
+from quant.checkpoint.codes import GroupCodes
+from quant.checkpoint.decoding import CodedFiles, Rows
 from quant.checkpoint.gguf.folder import gguf_index, model_place
 from quant.checkpoint.gguf.tensors import GgufTensors
-from quant.checkpoint.gptq_config import GptqConfig, read_gptq_config
 from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange, ReadAhead
+from quant.checkpoint.stored_methods import SETTINGS_FILES, read_stored_config
 from quant.checkpoint.stored_tensors import shard_path, spellings, stored_name, unreadable
 from quant.checkpoint.tensor_files import SafetensorsFiles
 from quant.common.errors import CheckpointError
 from quant.common.files import FileIdentity
 
-_SETTINGS_FILES = ("config.json", "quantize_config.json")
-"""Files that say how the stored tensors have to be read."""
-
 
 class Checkpoint:
-    """The tensors of a folder of safetensors, a GGUF file or a hub id. `folder` has its settings,
-    `place` is for messages. CheckpointError if there are no weights to read.
+    """The tensors of a folder of safetensors, a GGUF file or a hub id, of quantized weights what
+    they stand for. `folder` has its settings, `place` is for messages; `keeps_codes`: linears have
+    integer codes, which stages keep. CheckpointError if there are no weights to read, SpecError for
+    a quantization that is not read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -40,31 +41,66 @@ class Checkpoint:
         self._identities: dict[str, FileIdentity] = {}
         self._ahead: ReadAhead | None = None
         index = gguf_index(self.folder)
-        self._files: SafetensorsFiles | GgufTensors
-        if index is None:
-            self._files = SafetensorsFiles(self.folder, before_open=self._identity)
-        else:
+        config = None if index is not None else read_stored_config(self.folder)
+        self.keeps_codes = config is not None and config.keeps_codes
+        self._files: SafetensorsFiles | CodedFiles | GgufTensors
+        if index is not None:
             self._files = GgufTensors(index)
+        else:
+            plain = SafetensorsFiles(self.folder, before_open=self._identity)
+            self._files = plain if config is None else CodedFiles(plain, config, self.folder)
         self._file_of = self._files.file_of  # below the folder, or absolute
+        self._hidden = self._files.hidden if isinstance(self._files, CodedFiles) else frozenset()
 
     def names(self) -> list[str]:
-        return sorted(self._file_of)
+        return sorted(self._file_of.keys() - self._hidden)
 
     def check_files(self) -> None:
         self._files.check()
 
     def read(self, name: str) -> torch.Tensor:
-        """Map a tensor (blocks of a GGUF file are dequantized to float32); copy it to keep it, and
-        never write to it. CheckpointError if it is missing or damaged.
+        """Map a tensor (what is quantized is decoded to float32); copy it to keep it, and never
+        write to it. CheckpointError if it is missing or damaged.
         """
-        self._check_has(name)
-        if self._ahead is not None:
-            wanted = self._files.range_of(name)
-            try:
-                self._ahead.wait_for(wanted)
-            except OSError as error:
-                raise unreadable(wanted.path, error) from error
+        self._wait_for(name)
         return self._files.read(name)
+
+    def coded(self, module: str) -> CodedWeight | None:
+        """How the weight of `module` is stored as integer codes; None where it is not."""
+        name, prefix = f"{module}.weight", module.partition(".")[0]
+        if not isinstance(self._files, CodedFiles) or not self.has(name, prefix):
+            return None
+        found = self._files.coded(self.find(name, prefix))
+        return None if found is None or found.linear is None else found
+
+    def read_codes(
+        self, module: str, shape: tuple[int, int], kept: Rows = slice(None)
+    ) -> GroupCodes:
+        """Read the weight of `module`, of `shape` `[out, in]`, or the `kept` rows of it, to the
+        host. CheckpointError for another shape.
+        """
+        coded = self.coded(module)
+        assert coded is not None, "asked of integer codes"
+        assert isinstance(self._files, CodedFiles), "which others have not"
+        if coded.shape != shape:
+            raise CheckpointError(
+                f"the codes of {coded.stem} in {self.place} are those of a weight of "
+                f"{list(coded.shape or ())}, but the model's configuration wants {list(shape)}; "
+                "the checkpoint is of another model"
+            )
+        self._wait_for(f"{coded.stem}.weight")
+        return self._files.read_codes(coded, kept)
+
+    def _wait_for(self, name: str) -> None:
+        """Wait until a tensor was read ahead, where it is."""
+        self._check_has(name)
+        if self._ahead is None:
+            return
+        wanted = self._files.range_of(name)
+        try:
+            self._ahead.wait_for(wanted)
+        except OSError as error:
+            raise unreadable(wanted.path, error) from error
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         self._check_has(name)
@@ -87,6 +123,13 @@ class Checkpoint:
                 self._ahead = None
 
     def names_below(self, name_prefix: str) -> list[str]:
+        return [name for name in self._stored_below(name_prefix) if name not in self._hidden]
+
+    def ranges_below(self, name_prefix: str) -> list[FileRange]:
+        return [self._files.range_of(name) for name in self._stored_below(name_prefix)]
+
+    def _stored_below(self, name_prefix: str) -> list[str]:
+        """Names, codes and scales among them."""
         found = spellings(name_prefix, name_prefix.partition(".")[0])
         prefixes = tuple(f"{each}." for each in found)
         return sorted(name for name in self._file_of if name.startswith(prefixes))
@@ -96,17 +139,17 @@ class Checkpoint:
         of which no program can set) and of those that say how they are read. Waits until the last
         change is a clock tick ago, so that a later one is noticed.
         """
-        file_of = {name: self._file_of[name] for name in self.names_below(name_prefix)}
+        file_of = {name: self._file_of[name] for name in self._stored_below(name_prefix)}
         files = {file: self._identity(file) for file in sorted(set(file_of.values()))}
         for identity in files.values():
             identity.settle()
-        settings = [self.folder / file for file in _SETTINGS_FILES]
+        settings = [self.folder / file for file in SETTINGS_FILES]
         content = [path.read_text("utf-8", "replace") for path in settings if path.is_file()]
         identities = {file: astuple(identity) for file, identity in files.items()}
         return hashlib.sha256(json.dumps([file_of, identities, content]).encode()).hexdigest()
 
     def is_unchanged(self, name_prefix: str) -> bool:
-        files = {self._file_of[name] for name in self.names_below(name_prefix)}
+        files = {self._file_of[name] for name in self._stored_below(name_prefix)}
         try:
             return all(FileIdentity.of(self.folder / f) == self._identity(f) for f in files)
         except OSError:  # removed, or no longer readable
@@ -127,10 +170,6 @@ class Checkpoint:
 
     def has(self, name: str, prefix: str = "") -> bool:
         return stored_name(self._file_of, name, prefix) is not None
-
-    @cached_property
-    def gptq(self) -> GptqConfig | None:
-        return read_gptq_config(self.folder)
 
     def _check_has(self, name: str) -> None:
         if name not in self._file_of:

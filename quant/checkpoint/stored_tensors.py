@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from quant.checkpoint.gguf.folder import GGUF_INDEX_FILE, gguf_index
+from quant.checkpoint.stored_config import StoredLinear
 from quant.common.errors import CheckpointError
 from quant.common.files import read_json_object
 
@@ -82,11 +83,14 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's file, safetensors' type and shape; both are None where the file is not here."""
+    """A tensor's file, safetensors' type and shape; both are None where the file is not here.
+    `linear`: how a weight is stored as integer codes (`quant.checkpoint.coded_weights`).
+    """
 
     file: str
     dtype: str | None
     shape: tuple[int, ...] | None
+    linear: StoredLinear | None = None
 
 
 def stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
@@ -240,12 +244,12 @@ def _in_file(folder: Path, file: str) -> dict[str, StoredTensor]:
     path = shard_path(folder, file)
     try:
         with safe_open(path, framework="np") as opened:
-            return {name: _stored(file, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118  (no mapping)
+            return {name: described(file, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118  (no mapping)
     except (SafetensorError, RuntimeError, TypeError, OSError) as error:  # TypeError: a shape
         raise unreadable(path, error) from error
 
 
-def _stored(file: str, place: Any) -> StoredTensor:
+def described(file: str, place: Any) -> StoredTensor:
     return StoredTensor(file, str(place.get_dtype()), tuple(place.get_shape()))
 
 

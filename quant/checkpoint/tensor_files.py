@@ -27,7 +27,9 @@ from quant.checkpoint.stored_tensors import (
     SINGLE_FILE,
     DamagedFileError,
     Header,
+    StoredTensor,
     TensorPlace,
+    described,
     missing_in_hub_cache,
     read_header,
     read_index,
@@ -172,8 +174,12 @@ class SafetensorsFiles:
         return tensor
 
     def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.stored(name).shape or ()
+
+    def stored(self, name: str) -> StoredTensor:
+        """The type and shape of a tensor."""
         try:
-            return tuple(self._handle(name).get_slice(name).get_shape())
+            return described(self.file_of[name], self._handle(name).get_slice(name))
         except SafetensorError as error:
             raise unreadable(self._folder / self.file_of[name], error) from error
 

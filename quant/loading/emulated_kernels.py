@@ -120,7 +120,7 @@ def load_layer_as_planned(
     if experts is not scheme:
         load = replace(load, experts_form=own_form)
     represented: set[str] = set()
-    is_foreign = scheme.planned_for is not None and checkpoint.gptq is None
+    is_foreign = scheme.planned_for is not None and not checkpoint.keeps_codes
     if is_foreign and scheme.bits < FULL_BITS:
         for name, linear in load.linears:
             shape = LinearShape(linear.in_features, linear.out_features)

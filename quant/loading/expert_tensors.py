@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quant.backends.base import PackedWeight
+from quant.checkpoint.decoding import decode_fp4, scale_values
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.experts import (
@@ -25,7 +26,7 @@ from quant.experts import (
 from quant.hosted_experts import HostedExperts
 from quant.linear import HostForm, LayerForm, linear_of_codes
 from quant.rounding.canonical import CanonicalWeight, part_of, rows_joined
-from quant.rounding.gptq_format import read_gptq, to_canonical
+from quant.rounding.gptq_format import to_canonical
 from quant.rounding.importance import InputStatistics
 from quant.scheme import Cut, LinearShape
 
@@ -34,8 +35,6 @@ _OF_EXPERT = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}
 """Projections of one expert whose rows follow each other in the fused weight, or take turns."""
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MXFP4_BIAS = 127
 _MXFP4_BYTES = 16
 """Bytes of a block of 32 codes, which share a scale."""
 
@@ -100,7 +99,7 @@ class ExpertTensors:
     def packed_parts(self, fused: str) -> tuple[str, ...]:
         """Those of `parts` that are there, as codes; none where it has plain weights."""
         parts = self.parts(fused)
-        return () if self._find(f"0.{parts[0]}.qweight") is None else parts
+        return () if self.checkpoint.coded(f"{self.name}.0.{parts[0]}") is None else parts
 
     def stored_names(self) -> list[str]:
         """Names under which the weights of all experts are stored."""
@@ -119,7 +118,7 @@ class ExpertTensors:
         for part in parts:
             module = f"{self.name}.{index}.{part}"
             size = rows // len(parts), columns
-            stored = to_canonical(read_gptq(self.checkpoint, module, size))
+            stored = to_canonical(self.checkpoint.read_codes(module, size))
             if stored.input_order is not None:
                 raise CheckpointError(
                     "the groups of its columns lie apart (desc_act), as those of experts may not; "
@@ -155,7 +154,7 @@ class ExpertTensors:
         self._check(names[0], (*size[:2], groups, _MXFP4_BYTES))
         self._check(names[1], (*size[:2], groups))
         blocks, scales = (self.checkpoint.read(name) for name in names)
-        return lambda index: decode_mxfp4(blocks[index], scales[index])
+        return lambda index: decode_fp4(blocks[index], scale_values(scales[index]))
 
     def _find(self, part: str) -> str | None:
         name, prefix = f"{self.name}.{part}", _first(self.name)
@@ -181,17 +180,6 @@ class ExpertTensors:
 
 def _first(name: str) -> str:
     return name.partition(".")[0]
-
-
-def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Decode uint8 `blocks` `[out, groups, 16]`, two codes a byte, the first one low, with powers
-    of two `scales` `[out, groups]` to bfloat16 `[out, 32 * groups]`, exactly.
-    """
-    table = torch.tensor([*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)]).bfloat16()
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    values = table[codes.int()]
-    exponents = scales.int().unsqueeze(-1) - _MXFP4_BIAS
-    return torch.ldexp(values, exponents).flatten(-2)
 
 
 def load_experts(

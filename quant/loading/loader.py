@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from quant.backends.base import PackedWeight, copy_of
-from quant.checkpoint.gptq_config import bits_of_words
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import KEY_TENSORS, is_adapter, is_bias, is_harmless, is_norm
 from quant.common.errors import CheckpointError, PlanMismatchError
-from quant.experts import QuantizedExperts, expert_shapes
+from quant.experts import QuantizedExperts
 from quant.linear import (
     LayerForm,
     PrepackedLinear,
@@ -39,7 +38,7 @@ from quant.loading.cached_layer import (
 from quant.loading.expert_tensors import GATE_UP, load_experts
 from quant.loading.layer_load import LayerLoad, expert_inputs, held_dtype
 from quant.rounding.canonical import part_of
-from quant.rounding.gptq_format import StoredWeight, read_gptq, to_canonical
+from quant.rounding.gptq_format import StoredWeight, to_canonical
 from quant.scheme import COLUMNS, FULL_BITS, ROWS, Cut
 
 _note: ContextVar[Callable[[], None] | None] = ContextVar("note of a loaded layer", default=None)
@@ -102,7 +101,7 @@ def _is_quantized_here(load: LayerLoad, checkpoint: Checkpoint) -> bool:
     are nearly all of theirs.
     """
     form = next(map(load.form_of, load.expert_names), load.form)
-    return form.bits != FULL_BITS and checkpoint.gptq is None
+    return form.bits != FULL_BITS and not checkpoint.keeps_codes
 
 
 def _key(load: LayerLoad, checkpoint: Checkpoint) -> CacheKey:
@@ -123,7 +122,7 @@ def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache)
 
 def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
     module, form = load.module, load.form
-    if checkpoint.gptq is not None:
+    if checkpoint.keeps_codes:
         _check_bits_of_layer(load, checkpoint)
     for name, linear in load.linears:
         filled = _stored_linear(load, name, linear, checkpoint)
@@ -164,10 +163,10 @@ def _stored_linear(
     load: LayerLoad, name: str, linear: nn.Linear, checkpoint: Checkpoint
 ) -> nn.Module:
     full_name, form, cut = f"{load.name_prefix}.{name}", load.form, load.cuts.get(name)
-    if checkpoint.gptq is not None:
+    if checkpoint.keeps_codes:
         shape = _whole(load, name, linear)
-        with _named(f"{full_name}.qweight", checkpoint):
-            filled = gptq_linear(checkpoint, full_name, shape, form, cut)
+        with _named(f"{full_name}.weight", checkpoint):
+            filled = linear_as_stored(checkpoint, full_name, shape, form, cut)
         if filled is not None:
             return filled
         form = replace(form, bits=FULL_BITS, backend=None)  # as it is
@@ -177,7 +176,7 @@ def _stored_linear(
         return quantize_linear(weight, None, form, full_name, inputs, cut)
 
 
-def gptq_linear(
+def linear_as_stored(
     checkpoint: Checkpoint,
     module: str,
     shape: tuple[int, int],
@@ -185,13 +184,13 @@ def gptq_linear(
     cut: Cut | None = None,
 ) -> nn.Module | None:
     """Load the linear `module`, stored with `shape` `[out, in]`, or the part of it that `cut`
-    takes, without bias, with the bits that it is stored with; None for plain weights.
+    takes, without bias, with the codes that it is stored with; None where it has none.
     CheckpointError for columns that cannot be cut.
     """
-    if _qweight(checkpoint, module) is None:
+    if checkpoint.coded(module) is None:
         return None
-    rows = None if cut is None or cut.dimension == COLUMNS else cut.index[ROWS]
-    stored = read_gptq(checkpoint, module, shape, rows)
+    rows = slice(None) if cut is None or cut.dimension == COLUMNS else cut.index[ROWS]
+    stored = checkpoint.read_codes(module, shape, rows)
     if stored.bits != form.bits:
         form = replace(form, bits=stored.bits, backend=None)
     weight = to_canonical(stored)
@@ -212,25 +211,24 @@ def _columns(weight: StoredWeight, cut: Cut) -> StoredWeight:
 
 def _check_bits_of_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
     """Check the linears and, where they have the same bits, the experts with them."""
-    columns = {f"{load.name_prefix}.{n}": _whole(load, n, x)[1] for n, x in load.linears}
+    modules = [f"{load.name_prefix}.{name}" for name, _ in load.linears]
     for name, tensors in load.experts(checkpoint):
         own, parts = load.form_of(name), tensors.packed_parts(GATE_UP) or ("gate_proj",)
-        first = {f"{tensors.name}.0.{parts[0]}": expert_shapes(tensors.module)[1].in_features}
+        first = f"{tensors.name}.0.{parts[0]}"
         if own.bits == load.form.bits:
-            columns |= first
+            modules.append(first)
         else:
-            check_planned_bits(checkpoint, first, own.bits)
-    if columns:
-        check_planned_bits(checkpoint, columns, load.form.bits)
+            check_planned_bits(checkpoint, [first], own.bits)
+    if modules:
+        check_planned_bits(checkpoint, modules, load.form.bits)
 
 
-def check_planned_bits(checkpoint: Checkpoint, columns: Mapping[str, int], bits: int) -> None:
+def check_planned_bits(checkpoint: Checkpoint, modules: Sequence[str], bits: int) -> None:
     """Raise PlanMismatchError where no linear of a layer is stored with the `bits` of its plan.
-    `columns`: inputs of each linear by its full name. Those that a checkpoint gives other bits, or
-    leaves out, stand beside others.
+    Those that a checkpoint gives other bits, or leaves out, stand beside others.
     """
-    stored = {module: _bits_of_module(checkpoint, module, n) for module, n in columns.items()}
-    if bits in stored.values() or None in stored.values():  # None: reading it tells why
+    stored = {module: _bits_of_module(checkpoint, module) for module in modules}
+    if bits in stored.values():
         return
     module, found = next(iter(stored.items()))
     raise PlanMismatchError(
@@ -240,17 +238,9 @@ def check_planned_bits(checkpoint: Checkpoint, columns: Mapping[str, int], bits:
     )
 
 
-def _bits_of_module(checkpoint: Checkpoint, module: str, columns: int) -> int | None:
-    name = _qweight(checkpoint, module)
-    if name is None:
-        return FULL_BITS
-    shape = checkpoint.shape_of(name)
-    return bits_of_words(shape[0], columns) if shape else None
-
-
-def _qweight(checkpoint: Checkpoint, module: str) -> str | None:
-    name, prefix = f"{module}.qweight", module.partition(".")[0]
-    return checkpoint.find(name, prefix) if checkpoint.has(name, prefix) else None
+def _bits_of_module(checkpoint: Checkpoint, module: str) -> int:
+    coded = checkpoint.coded(module)
+    return FULL_BITS if coded is None or coded.linear is None else coded.linear.bits
 
 
 def _whole(load: LayerLoad, name: str, linear: nn.Linear) -> tuple[int, int]:
@@ -269,8 +259,7 @@ def _ranges_of_layer(
     weights = [f"{name}.weight" for name, _ in load.linears]
     names = [*weights, *(name for name, _ in all_tensors(load.module))]
     ranges = _ranges([f"{load.name_prefix}.{name}" for name in names], checkpoint)
-    others = map(checkpoint.range_of, checkpoint.names_below(load.name_prefix))
-    return list(dict.fromkeys([*ranges, *others]))
+    return list(dict.fromkeys([*ranges, *checkpoint.ranges_below(load.name_prefix)]))
 
 
 def _ranges(full_names: Sequence[str], checkpoint: Checkpoint) -> list[FileRange]:

@@ -3,7 +3,7 @@
 3 and 4 bit are affine per group of a row, 8 bit is symmetric per row:
 
     weight ~ (code - 2^(bits-1)) * scale + zero     3 and 4 bit, codes 0 .. 2^bits - 1
-    weight ~ code * scale                           8 bit, codes -127 .. 127
+    weight ~ code * scale                           8 bit, codes -127 .. 127, stored ones from -128
 
 Scale and zero of rounded 3 and 4 bit are bfloat16, the only type that torch's int4pack kernel takes
 with bfloat16 activations; it neither overflows nor underflows where a weight does not.
@@ -11,13 +11,13 @@ with bfloat16 activations; it neither overflows nor underflows where a weight do
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from quant.common.errors import CheckpointError, SpecError
-from quant.devices import moved_blocks
+from quant.devices import moved_blocks, row_blocks
 from quant.rounding.ways import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
 from quant.rounding.weighted import column_importance, fit, is_compiled
 from quant.scheme import ROWS, Cut, group_size, part_group
@@ -26,10 +26,6 @@ CANONICAL_BITS = (3, 4, 8)
 
 _LOWEST_BITS = 0x01010101
 """The lowest bit of each byte of a 32-bit word."""
-
-_BLOCK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 24}
-"""Weights worked on at once: 2 MB of float32 stays in a CPU core's cache (16 MB took 1.6 times as
-long on an AVX-512 core, decoding 512 KB at once 1.3 times), 64 MB keeps a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -198,19 +194,6 @@ def decode(
     else:
         grouped.mul_(scale)
     return values
-
-
-def row_blocks(rows: int, columns: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
-    yield from ranges(rows, max(1, rows_at_once(columns, device) // multiple) * multiple)
-
-
-def rows_at_once(columns: int, device: torch.device) -> int:
-    return max(1, _BLOCK_WEIGHTS.get(device.type, _BLOCK_WEIGHTS["cuda"]) // max(1, columns))
-
-
-def ranges(size: int, step: int) -> Iterator[slice]:
-    for first in range(0, size, step):
-        yield slice(first, min(first + step, size))
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

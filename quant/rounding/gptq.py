@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import torch
 
+from quant.checkpoint.codes import GroupCodes
 from quant.common.errors import CheckpointError, SpecError
-from quant.rounding.canonical import CANONICAL_BITS, row_blocks
-from quant.rounding.gptq_format import GptqWeight
+from quant.devices import row_blocks
+from quant.rounding.canonical import CANONICAL_BITS
 from quant.rounding.weighted import Grid, even_importance, fit, is_compiled
 from quant.scheme import MOST_DAMPING, GptqOptions, group_size
 
@@ -26,7 +27,7 @@ _BLOCK = 128
 """Columns of one block, as in Frantar et al.; all group sizes divide it, but not all whole rows."""
 
 
-def gptq(weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions) -> GptqWeight:
+def gptq(weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions) -> GroupCodes:
     """Round `weight` `[out, in]` for inputs whose X^T X is `gram` `[in, in]`, on their device, in
     three times the memory of `gram` and the weight in float32. SpecError for other bitwidths than
     3, 4 and 8, and where `gram` cannot be inverted; CheckpointError for weights that are not finite
@@ -47,7 +48,7 @@ def gptq(weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptio
     codes = _round_columns(weight.float().t()[order], factor, scales, order)
     in_order = torch.empty_like(codes)
     in_order[order] = codes
-    return GptqWeight(
+    return GroupCodes(
         codes=in_order.t().contiguous().cpu(),
         scale=scales.scale.t().half().contiguous().cpu(),
         zero=scales.zero.t().to(torch.uint8).contiguous().cpu(),

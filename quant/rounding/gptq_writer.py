@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY, GPTQ_CONFIG_FILE, WHOLE_ROW
+from quant.checkpoint.codes import GroupCodes
 from quant.checkpoint.model_folder import write_index
 from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_config import CONFIG_FILE, CONFIG_KEY, GPTQ_CONFIG_FILE, WHOLE_ROW
 from quant.checkpoint.stored_tensors import INDEX_FILE, other_parts, text_name
 from quant.checkpoint.text_part import text_entries
 from quant.common.errors import SpecError
-from quant.rounding.gptq_format import GptqWeight, fills_words, gptq_tensors
+from quant.rounding.gptq_format import fills_words, gptq_tensors
 from quant.scheme import FULL_BITS, GROUP_SIZES, GptqOptions, group_size
 
 ANY_EXPERT = "*"
@@ -140,7 +141,7 @@ class GptqWriter:
         self._file_of: dict[str, str] = {}
 
     def write_layer(
-        self, index: int, weights: Mapping[str, GptqWeight], replaced: Container[str] = ()
+        self, index: int, weights: Mapping[str, GroupCodes], replaced: Container[str] = ()
     ) -> None:
         """Write a layer whose `weights` stand in place of those of their names and of the stored
         ones that are `replaced`.

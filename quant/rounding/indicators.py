@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 
 from quant.common.errors import CheckpointError
-from quant.rounding.canonical import dequantize, quantize, row_blocks
+from quant.devices import row_blocks
+from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.gram import Gram
 from quant.rounding.importance import InputStatistics, RunningStatistics
 from quant.scheme import FULL_BITS, VarianceForm

@@ -37,12 +37,9 @@ from planner.plan.spec import PlanSpec
 from planner.profiles.rows import read_profiles, write_profiles
 from planner.profiles.sensitivity import load_omega
 from planner.workload import Workload
-from quant.checkpoint.gptq_config import (
-    CONFIG_FILE,
-    GENERATION_CONFIG_FILE,
-    read_gptq_config,
-)
 from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_config import CONFIG_FILE, GENERATION_CONFIG_FILE
+from quant.checkpoint.stored_methods import read_stored_config
 from quant.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE
 from quant.common.errors import LlmpqError, SpecError
 from tests.properties import tokenizers
@@ -253,7 +250,7 @@ def _generation(data: bytes, folder: Path) -> bool:
 
 def _gptq(data: bytes, folder: Path) -> bool:
     _file(folder, "quantize_config.json", data)
-    found = read_gptq_config(folder)
+    found = read_stored_config(folder)
     assert found is not None
     assert type(found.bits) is int
     return True

@@ -46,6 +46,18 @@ _GPTQ = {
     "dynamic": {"+:.*mlp.*": {"bits": 8}, "-:.*self_attn.*": {}},
 }
 
+_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+_STORED: tuple[dict[str, Any], ...] = (
+    {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True,
+     "modules_to_not_convert": ["visual"]},
+    {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16],
+     "ignored_layers": ["lm_head"]},
+    {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:.*head$"],
+     "quantization_status": "compressed", "config_groups": {"group_0": {
+         "targets": ["Linear"], "weights": _WEIGHTS}}},
+)  # fmt: skip
+_BYTES = {"F8_E4M3": 1, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
+
 
 @cache
 def shape() -> ModelShape:
@@ -238,10 +250,28 @@ FOLDER_BYTES = 1 << 18
 @cache
 def folder_seeds() -> tuple[bytes, ...]:
     """The files of a model of each family: configurations, and the header of its weights."""
-    return tuple(_folder_seed(json.loads(seed)) for seed in config_seeds() if b"gptq" not in seed)
+    plain = [_folder_seed(json.loads(seed)) for seed in config_seeds() if b"gptq" not in seed]
+    return (*plain, *(_folder_seed(dict(_LLAMA), settings) for settings in _STORED))
 
 
-def _folder_seed(config: dict[str, Any]) -> bytes:
+def _coded(name: str, size: tuple[int, ...], method: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Types and shapes of what stands in place of a weight."""
+    if not name.endswith("_proj.weight"):
+        return {name: ("F16", size)}
+    module, (rows, columns) = name.removesuffix("weight"), size
+    groups, own = columns // 16, dict[str, tuple[str, tuple[int, ...]]]()
+    if method == "awq":
+        own = {"qweight": ("I32", (columns, rows // 8)), "qzeros": ("I32", (groups, rows // 8)),
+               "scales": ("F16", (groups, rows))}  # fmt: skip
+    elif method == "fp8":
+        own = {"weight": ("F8_E4M3", size), "weight_scale_inv": ("F32", (-(-rows // 16), groups))}
+    elif method == "compressed-tensors":
+        own = {"weight_packed": ("I32", (rows, columns // 8)), "weight_shape": ("I64", (2,)),
+               "weight_scale": ("F16", (rows, groups))}  # fmt: skip
+    return {f"{module}{part}": each for part, each in (own or {"weight": ("F16", size)}).items()}
+
+
+def _folder_seed(config: dict[str, Any], settings: dict[str, Any] | None = None) -> bytes:
     config |= {"eos_token_id": 2, "pad_token_id": 0, "rope_scaling": None, "rope_theta": 1e4}
     shape = shape_from_config("m", config)
     names = FAMILIES[shape.model_type].architecture
@@ -253,14 +283,16 @@ def _folder_seed(config: dict[str, Any]) -> bytes:
     tensors |= {f"{name}.weight": head for name in names.head_names[:1]}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for name, size in tensors.items():
-        stop = start + 2 * math.prod(size)
-        header[name] = {"dtype": "F16", "shape": size, "data_offsets": [start, stop]}
+    method = "" if settings is None else str(settings["quant_method"])
+    stored = [_coded(name, size, method) for name, size in tensors.items()]
+    for name, (dtype, size) in (each for own in stored for each in own.items()):
+        stop = start + int(math.prod(size) * _BYTES[dtype])
+        header[name] = {"dtype": dtype, "shape": size, "data_offsets": [start, stop]}
         start = stop
     header["padding"] = {"dtype": "U8", "shape": [FOLDER_BYTES - start],
                          "data_offsets": [start, FOLDER_BYTES]}  # fmt: skip
     files = {
-        "config.json": config,
+        "config.json": config | ({} if settings is None else {"quantization_config": settings}),
         "generation_config.json": {"eos_token_id": [2, 3], "do_sample": False},
         "header": header,
     }
@@ -283,7 +315,7 @@ def generation_seeds() -> tuple[bytes, ...]:
 def gptq_seeds() -> tuple[bytes, ...]:
     """With and without rules by module."""
     plain = {name: value for name, value in _GPTQ.items() if name != "dynamic"}
-    return (json.dumps(_GPTQ).encode(), json.dumps(plain).encode())
+    return tuple(json.dumps(each).encode() for each in (_GPTQ, plain, *_STORED))
 
 
 @cache

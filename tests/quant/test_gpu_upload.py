@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.devices import Sent, moved_blocks, on_device, on_host, staged_blocks
-from quant.rounding.canonical import row_blocks
+from quant.devices import Sent, moved_blocks, on_device, on_host, row_blocks, staged_blocks
 
 CPU = torch.device("cpu")
 

@@ -30,10 +30,11 @@ from planner.costs.stored_bytes import (
 from planner.model.finding import model_shape
 from planner.model.tensor_parallel import largest_rank_shape, shape_of_ranks
 from planner.workload import Workload
+from quant.checkpoint.codes import GroupCodes
 from quant.common.errors import SpecError, StageLostError
 from quant.loading.cache_settings import CacheSettings
 from quant.loading.loader import module_nbytes
-from quant.rounding.gptq_format import GptqWeight, gptq_tensors
+from quant.rounding.gptq_format import gptq_tensors
 from quant.rounding.importance import InputStatistics, LayerImportance
 from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
@@ -308,7 +309,7 @@ def stored_as_gptq(folder: Path) -> None:
 
 
 def gptq_of(module: str, rows: int, columns: int, draws: torch.Generator) -> dict[str, Tensor]:
-    coded = GptqWeight(
+    coded = GroupCodes(
         codes=torch.randint(16, (rows, columns), generator=draws, dtype=torch.uint8),
         scale=(torch.rand(rows, columns // 16, generator=draws) * 0.02).half(),
         zero=torch.full((rows, columns // 16), 8, dtype=torch.uint8),

@@ -34,7 +34,7 @@ def test_a_checkpoint_is_made_once_and_is_that_of_every_later_run(
     made = with_calibrated(calibrated.spec, options, lambda _: prompts)
     folder = Path(str(made.model))
     assert folder.parent == tmp_path / "cache" / "gptq"
-    assert Checkpoint(folder).gptq is not None
+    assert Checkpoint(folder).keeps_codes
     other = with_calibrated(calibrated.spec, options)  # on random ids
     assert other.model != made.model
 

@@ -32,9 +32,9 @@ from llmpq.quality.quantize import Quantization, quantize_checkpoint, shared_inp
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, PlanMismatchError, SpecError
 from quant.loading.emulated_kernels import Compute, LayerScheme
-from quant.rounding.canonical import dequantize, quantize
+from quant.rounding.canonical import dequantize
 from quant.rounding.gptq import gptq
-from quant.rounding.gptq_format import read_gptq
+from quant.rounding.gptq_format import to_canonical
 from quant.scheme import GptqOptions, Processor
 from tests.actors.configs import VOCABULARY
 from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
@@ -95,24 +95,24 @@ def patch(model: Any, made: Checkpoint, bits: tuple[int, ...]) -> None:
     """Give transformers' model the weights that `made` stands for."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and made.has(f"{name}.qweight"):
-            weight = read_gptq(made, name, tuple(module.weight.shape)).dequantize()
+            codes = made.read_codes(name, tuple(module.weight.shape))
+            weight = codes.dequantize()
             number = int(next(part for part in name.split(".") if part.isdigit()))
             if bits[number] == 8:  # as the kernels' own 8 bit holds it
-                weight = dequantize(quantize(weight, 8))
+                weight = dequantize(to_canonical(codes).canonical)
             with torch.no_grad():
                 module.weight.copy_(weight)
 
 
 def stored_bits(made: Checkpoint, layers_name: str) -> list[int]:
-    """Of each layer, by the shapes of its words; 16 where plain weights are stored."""
+    """Of each layer, by what its weights are stored as; 16 where these are plain."""
     found = []
     for index in range(len(BITS)):
-        names = made.names_below(f"{layers_name}.{index}")
-        widths = {
-            32 * made.shape_of(name)[0] // made.shape_of(name.replace("qweight", "g_idx"))[0]
-            for name in names
-            if name.endswith(".qweight")
-        }
+        modules = [
+            name.removesuffix(".weight") for name in made.names_below(f"{layers_name}.{index}")
+        ]
+        coded = [each for each in map(made.coded, modules) if each is not None]
+        widths = {each.linear.bits for each in coded if each.linear is not None}
         found.append(widths.pop() if widths else 16)
         assert not widths, "one bitwidth in a layer"
     return found
@@ -201,9 +201,10 @@ def test_what_is_not_quantized_is_copied_under_the_librarys_names(tmp_path: Path
     tensors = load_file(path)
     save_file({name.removeprefix("model."): t for name, t in tensors.items()}, path)
     made = make(tmp_path / "model", tmp_path / "made")
-    kept = [name for name in made.names() if name in tensors]
+    coded = {name for name in made.names() if made.coded(name.removesuffix(".weight"))}
+    kept = [name for name in made.names() if name in tensors and name not in coded]
     assert all(torch.equal(made.read(name), tensors[name]) for name in kept)
-    quantized = {name.removesuffix("qweight") for name in made.names() if name.endswith("qweight")}
+    quantized = {name.removesuffix("weight") for name in coded}
     assert set(tensors) - set(kept) == {f"{name}weight" for name in quantized}
 
 

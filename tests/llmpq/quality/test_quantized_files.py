@@ -49,7 +49,7 @@ def test_an_old_folder_gives_way(tmp_path: Path) -> None:
         make(tmp_path / "model", tmp_path / "made")
     quantize_checkpoint(tmp_path / "model", tmp_path / "made", calibrated(), overwrite=True)
     assert not (tmp_path / "made" / "old").exists()
-    assert Checkpoint(tmp_path / "made").gptq is not None
+    assert Checkpoint(tmp_path / "made").keeps_codes
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
 
 

@@ -15,7 +15,7 @@ from planner.model.tensor_parallel import (
     rank_share,
     refusal,
 )
-from quant.checkpoint.gptq_config import GptqConfig
+from quant.checkpoint.stored_config import StoredConfig
 from quant.common.errors import SpecError
 
 LLAMA = model_shape("llama-2-70b")  # 64 heads that read 8 key/value heads
@@ -79,6 +79,6 @@ def test_what_cannot_be_divided_is_refused() -> None:
     assert "4 ranks" in str(refusal(three, 4))
     with pytest.raises(SpecError, match="cannot be divided among 4 ranks"):
         rank_share(three, 4, 0)
-    stored = GptqConfig(4, 128, desc_act=True, zero_offset=1, mixed=False)
+    stored = StoredConfig(4, 128, desc_act=True, zero_offset=1, mixed=False)
     assert "desc_act" in str(refusal(replace(LLAMA, stored=stored), 2))
     assert refusal(LLAMA, 8) is None

@@ -160,7 +160,7 @@ def _grown(**others: Any) -> dict[str, Any]:
         ("mistral4", _grown(llama_4_scaling_beta=None), r"llama_4_scaling_beta is None.*above 0"),
         ("mistral4", _grown(partial_rotary_factor=0.9), r"factor is 0\.9.*0\.4, qk_rope_head_dim"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 5}, r"mlp_layer_types is .*6 \(num_hid"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, r".*method fp8.*16-bit"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "hqq"}}, r".*method hqq.*16-bit"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, entries: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from planner.plan.check import check_plan
 from planner.search.request import with_stored_bits
 from planner.workload import Workload
 from quant.backends.table import backend_name
-from quant.checkpoint.gptq_config import GptqConfig
+from quant.checkpoint.stored_config import StoredConfig
 from quant.common.errors import SpecError
 from tests.planner.plan_alone import find_plan
 
@@ -63,7 +64,9 @@ def packed_bytes(planned: ModelShape, bits: int = 4, accelerator: str = "T4") ->
 @pytest.mark.parametrize("own_file", [False, True])
 def test_bits_are_those_stored(own_file: bool, tmp_path: Path) -> None:
     found = shape(tmp_path, own_file)
-    assert found.stored == GptqConfig(4, 128, desc_act=False, zero_offset=1, mixed=False)
+    stored = found.stored
+    assert stored is not None
+    assert replace(stored, schemes=()) == StoredConfig(4, 128, zero_offset=1)
     assert with_stored_bits(PlanOptions(), found).bits == (4,)
     assert with_stored_bits(PlanOptions(bits=(4, 16)), found).bits == (4,)
     with pytest.raises(SpecError, match="stored with 4 bits, which --bits 3 8 leaves out; allow 4"):
@@ -156,7 +159,7 @@ def test_layers_of_different_bits_need_their_plan(tmp_path: Path) -> None:
         with_stored_bits(PlanOptions(), found)
 
 
-@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "hqq", "compressed-tensors", "fp8"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "torchao", "modelopt"])
 def test_other_methods_are_refused_by_name(method: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=f"quantized by the method {method}, which llmpq does not"):
         shape(tmp_path, quant_method=method)
@@ -186,3 +189,17 @@ def test_backends_hold_codes(tmp_path: Path) -> None:
     cluster = ClusterSpec.from_counts(["T4"], [1])
     plan = find_plan(cluster, shape(tmp_path), "here", Workload(2, 8, 4), PlanOptions()).plan
     assert plan.stages[0].backends[4] == backend_name(turing, 4, "float16", is_stored=True)
+
+
+def test_formats_of_numbers_leave_the_choice(tmp_path: Path) -> None:
+    """FP8 is decoded, and rounded again to any bits; AWQ is planned with the bits that it has."""
+    fp8 = shape(tmp_path, quant_method="fp8", weight_block_size=[128, 128])
+    assert (fp8.stored, fp8.decoded) == (None, "fp8 in blocks of 128 x 128")
+    assert with_stored_bits(PlanOptions(bits=(3, 8)), fp8).bits == (3, 8)
+    assert fp8.fingerprint() == shape(tmp_path).fingerprint()
+    awq = shape(tmp_path, quant_method="awq", modules_to_not_convert=["down_proj"])
+    assert with_stored_bits(PlanOptions(), awq).bits == (4,)
+    assert [each.stored_bits for each in awq.layer_linears] == [None] * 6 + [16]
+    assert packed_bytes(awq) - packed_bytes(shape(tmp_path)) == 2 * DOWN - (
+        DOWN * 4 // 8 + 4 * DOWN // 128
+    )

@@ -24,7 +24,7 @@ from planner.model.tensor_parallel import (
     spread,
     vocabulary_cut,
 )
-from quant.checkpoint.gptq_config import GptqConfig
+from quant.checkpoint.stored_config import StoredConfig
 from quant.common.errors import SpecError
 from quant.scheme import COLUMNS, group_size, part_shape
 
@@ -280,8 +280,8 @@ def test_rows_of_the_vocabulary() -> None:
     ]
 
 
-def stored(desc_act: bool, group: int = 128) -> GptqConfig:
-    return GptqConfig(4, group, desc_act, 1, False)
+def stored(desc_act: bool, group: int = 128) -> StoredConfig:
+    return StoredConfig(4, group, desc_act, 1, False)
 
 
 @pytest.mark.parametrize(

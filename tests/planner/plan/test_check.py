@@ -23,7 +23,7 @@ from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
 from planner.workload import Job, Workload
-from quant.checkpoint.gptq_config import GptqConfig
+from quant.checkpoint.stored_config import StoredConfig
 from quant.common.errors import SpecError
 from tests.paths import SPECS
 from tests.planner import plan_alone
@@ -94,7 +94,7 @@ def test_plans_for_the_papers_clusters_agree(number: int) -> None:
 def test_a_plan_of_stored_bits_agrees() -> None:
     """So does one for the 16-bit original of what is stored."""
     original = model_shape("opt-125m")
-    stored = GptqConfig(4, 128, desc_act=False, zero_offset=1, mixed=False)
+    stored = StoredConfig(4, 128, desc_act=False, zero_offset=1, mixed=False)
     shape = replace(original, stored=stored)
     assert_agrees(planned(ClusterSpec.from_dict(MIXED), shape, SMALL)[0], shape)
     plan, _ = planned(ClusterSpec.from_dict(MIXED), original, SMALL, bits=[4])

@@ -19,13 +19,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from quant.backends.kernel_classes import usable_backend
+from quant.checkpoint.decoding import decode_fp4, scale_values
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.devices import local_processor
 from quant.experts import QuantizedExperts, pad_products
 from quant.linear import LayerForm
 from quant.loading.cache_folder import ShardCache
-from quant.loading.expert_tensors import decode_mxfp4
 from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import load_layer, module_nbytes
 from quant.rounding.importance import InputStatistics, LayerImportance, LinearInputs
@@ -195,7 +195,7 @@ def test_blocks_of_four_bits_are_decoded_as_transformers_does() -> None:
     blocks = torch.randint(256, (3, 5, 4, 16), dtype=torch.uint8, generator=draw)
     scales = torch.randint(256, (3, 5, 4), dtype=torch.uint8, generator=draw)
     wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
-    found = torch.stack([decode_mxfp4(*each) for each in zip(blocks, scales, strict=True)])
+    found = decode_fp4(blocks, scale_values(scales)).bfloat16()
     assert torch.equal(found.transpose(1, 2).view(torch.int16), wanted.view(torch.int16))
 
 

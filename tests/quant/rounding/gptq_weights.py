@@ -13,12 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from quant.checkpoint.codes import GroupCodes
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
-from quant.rounding.gptq_format import (
-    GptqWeight,
-    gptq_tensors,
-)
+from quant.rounding.gptq_format import gptq_tensors
 
 
 def stream_of(codes: list[int], bits: int) -> list[int]:
@@ -39,13 +37,13 @@ def random_codes(rows: int, columns: int, bits: int, seed: int = 0) -> torch.Ten
 
 def weight_of(
     bits: int, rows: int = 32, columns: int = 256, group: int = 64, act_order: bool = False
-) -> GptqWeight:
+) -> GroupCodes:
     generator = torch.Generator().manual_seed(bits)
     groups = columns // group
     group_of_column = torch.arange(columns, dtype=torch.int32) // group
     if act_order:
         group_of_column = group_of_column[torch.randperm(columns, generator=generator)]
-    return GptqWeight(
+    return GroupCodes(
         codes=random_codes(rows, columns, bits),
         scale=(torch.rand(rows, groups, generator=generator) * 0.02 + 0.001).half(),
         zero=1 + random_codes(rows, groups, bits, seed=1) % (2**bits - 1),
@@ -54,7 +52,7 @@ def weight_of(
     )
 
 
-def meant(weight: GptqWeight) -> torch.Tensor:
+def meant(weight: GroupCodes) -> torch.Tensor:
     """(code - zero) * scale in float64, weight by weight."""
     columns = weight.group_of_column.long()
     return (weight.codes.double() - weight.zero.double()[:, columns]) * weight.scale.double()[

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from quant.common.errors import CheckpointError, SpecError
+from quant.devices import row_blocks
 from quant.rounding.canonical import (
     dequantize,
     pack_nibbles,
     pack_planes,
     quantize,
-    row_blocks,
     unpack_nibbles,
     unpack_planes,
 )

@@ -5,9 +5,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from quant.checkpoint.codes import GroupCodes
 from quant.common.errors import CheckpointError, SpecError
 from quant.rounding.gptq import gptq
-from quant.rounding.gptq_format import GptqWeight
 from quant.scheme import GptqOptions
 
 Matrix = npt.NDArray[np.float64]
@@ -37,7 +37,7 @@ def output_error(weight: torch.Tensor, rounded: torch.Tensor, inputs: torch.Tens
 
 
 def plain_gptq(
-    weight: torch.Tensor, inputs: torch.Tensor, found: GptqWeight, options: GptqOptions
+    weight: torch.Tensor, inputs: torch.Tensor, found: GroupCodes, options: GptqOptions
 ) -> Matrix:
     """Codes in float64, one column after the other: a column leaves the inverse by elimination.
 
@@ -83,7 +83,7 @@ def test_codes_are_those_of_the_plain_algorithm(
     assert abs(ratio - 1) < 0.01
 
 
-def rounded_alone(weight: torch.Tensor, found: GptqWeight) -> torch.Tensor:
+def rounded_alone(weight: torch.Tensor, found: GroupCodes) -> torch.Tensor:
     """Every weight to its nearest code on the same scales."""
     columns = found.group_of_column.long()
     scale, zero = found.scale.float()[:, columns], found.zero.float()[:, columns]

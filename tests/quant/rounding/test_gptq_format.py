@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from planner.model.finding import model_shape
 from quant.backends.table import rule_for
+from quant.checkpoint.codes import pack_words, unpack_words
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, PlanMismatchError
 from quant.devices import local_processor
@@ -18,14 +19,7 @@ from quant.linear import LayerForm, QuantizedLinear, linear_of_codes
 from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import load_layer, module_nbytes
 from quant.rounding.canonical import dequantize, quantize
-from quant.rounding.gptq_format import (
-    fills_words,
-    gptq_tensors,
-    pack_words,
-    read_gptq,
-    to_canonical,
-    unpack_words,
-)
+from quant.rounding.gptq_format import fills_words, gptq_tensors, to_canonical
 from quant.scheme import LinearShape, Processor
 from tests.quant.rounding.gptq_weights import (
     MODULE,
@@ -94,7 +88,7 @@ def test_what_gptqmodel_packs(bits: int, layout: str, tmp_path: Path) -> None:
         "scales": torch.full((1, 32), 0.5).half(),
     }
     checkpoint = save(tmp_path, tensors, bits=bits, checkpoint_format=layout)
-    weight = read_gptq(checkpoint, MODULE, (32, 32))
+    weight = checkpoint.read_codes(MODULE, (32, 32))
     assert torch.equal(weight.codes.long(), codes)
     assert torch.equal(weight.zero.long(), ((numbers * 7 + 1) % 2**bits)[:, None])
 
@@ -116,7 +110,7 @@ def test_round_trip_through_a_file(
     weight = weight_of(bits, group=group, act_order=act_order)
     tensors = gptq_tensors(weight, zero_offset=int(layout == "gptq"))
     checkpoint = save(tmp_path, tensors, checkpoint_format=layout)
-    read = read_gptq(checkpoint, MODULE, (32, 256))
+    read = checkpoint.read_codes(MODULE, (32, 256))
     assert read.bits == bits
     assert torch.equal(read.dequantize().double(), meant(weight).float().double())
     stored = to_canonical(read)
@@ -305,11 +299,17 @@ def test_layers_that_are_not_quantized(
 DAMAGED: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "words of another width": (
         {"qweight": torch.zeros(8, 32).int()},
-        r"\[8, 32\], which holds 256 inputs of 32 outputs at none of 3, 4, 8 bits",
+        r"qweight is I32 \[8, 32\], but 256 codes fill so many words at none of 3, 4, 8 bits",
     ),
-    "words of another type": ({"qweight": torch.zeros(32, 32).long()}, "torch.int64"),
-    "too few zeros": ({"qzeros": torch.zeros(4, 3).int()}, r"zeros are torch\.int32 \[4, 3\]"),
-    "scales of other outputs": ({"scales": torch.ones(4, 31).half()}, r"scales are .*\[4, 31\]"),
+    "words of another type": ({"qweight": torch.zeros(32, 32).long()}, "qweight is I64"),
+    "too few zeros": (
+        {"qzeros": torch.zeros(4, 3).int()},
+        r"qzeros is I32 \[4, 3\], but .* \[4, 4\]",
+    ),
+    "scales of other outputs": (
+        {"scales": torch.ones(4, 31).half()},
+        r"\[4, 31\], but .* \[4, 32\]",
+    ),
     "scales that are no numbers": (
         {"scales": torch.full((4, 32), torch.nan).half()},
         "scales hold NaN",
@@ -318,7 +318,10 @@ DAMAGED: dict[str, tuple[dict[str, torch.Tensor], str]] = {
         {"g_idx": torch.full((256,), 4).int()},
         "does not give each of 256 inputs one of 4 groups",
     ),
-    "no group for some": ({"g_idx": torch.zeros(255).int()}, "does not give each of 256 inputs"),
+    "no group for some": (
+        {"g_idx": torch.zeros(247).int()},
+        "247 codes fill so many words at none",
+    ),
 }
 
 
@@ -327,14 +330,14 @@ def test_damaged_tensors(damage: str, tmp_path: Path) -> None:
     tensors, message = DAMAGED[damage]
     checkpoint = save(tmp_path, gptq_tensors(weight_of(4), 1) | tensors)
     with pytest.raises(CheckpointError, match=message):
-        read_gptq(checkpoint, MODULE, (32, 256))
+        checkpoint.read_codes(MODULE, (32, 256))
 
 
 def test_missing_tensor(tmp_path: Path) -> None:
     tensors = gptq_tensors(weight_of(4), 1)
     del tensors["scales"]
     with pytest.raises(CheckpointError, match=rf"no tensor {MODULE}\.scales"):
-        read_gptq(save(tmp_path, tensors), MODULE, (32, 256))
+        save(tmp_path, tensors).read_codes(MODULE, (32, 256))
 
 
 def test_groups_of_unequal_size() -> None:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quant.checkpoint.codes import GroupCodes
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError
 from quant.linear import LayerForm, QuantizedLinear
-from quant.loading.loader import gptq_linear
-from quant.rounding.gptq_format import GptqWeight, gptq_tensors
+from quant.loading.loader import linear_as_stored
+from quant.rounding.gptq_format import gptq_tensors
 from quant.scheme import COLUMNS, ROWS, Cut, Processor
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -31,7 +32,7 @@ def saved(folder: Path, bits: int, act_order: bool = False) -> Checkpoint:
     """A checkpoint of one linear in groups of 64, in a random order with `act_order`."""
     draws = torch.Generator().manual_seed(bits)
     groups = torch.arange(256, dtype=torch.int32) // 64
-    weight = GptqWeight(
+    weight = GroupCodes(
         codes=torch.randint(2**bits, SHAPE, generator=draws, dtype=torch.uint8),
         scale=(torch.rand(32, 4, generator=draws) * 0.02 + 0.001).half(),
         zero=torch.randint(1, 2**bits, (32, 4), generator=draws, dtype=torch.uint8),
@@ -52,7 +53,7 @@ def form(bits: int) -> LayerForm:
 
 def weight_of(checkpoint: Checkpoint, bits: int, cut: Cut | None = None) -> torch.Tensor:
     """The weight `[out, in]` that the loaded linear multiplies with."""
-    linear = gptq_linear(checkpoint, MODULE, SHAPE, form(bits), cut)
+    linear = linear_as_stored(checkpoint, MODULE, SHAPE, form(bits), cut)
     assert isinstance(linear, QuantizedLinear)
     return linear(torch.eye(linear.in_features)).t()
 
@@ -75,4 +76,4 @@ def test_rows_are_cut_where_columns_have_an_order(cut: Cut, tmp_path: Path) -> N
 def test_columns_of_groups_that_lie_apart_are_refused(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, 4, act_order=True)
     with pytest.raises(CheckpointError, match=r"256 columns lie apart.*128 of them; quantize"):
-        gptq_linear(checkpoint, MODULE, SHAPE, form(4), CUTS[2])
+        linear_as_stored(checkpoint, MODULE, SHAPE, form(4), CUTS[2])

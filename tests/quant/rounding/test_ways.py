@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from quant.common.errors import SpecError
+from quant.devices import row_blocks
 from quant.linear import LayerForm, quantize_linear
-from quant.rounding.canonical import dequantize, quantize, row_blocks
+from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.ways import Rounding
 from quant.scheme import Processor
 

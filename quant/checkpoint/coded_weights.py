@@ -1,0 +1,284 @@
+"""The tensors that stand in place of a module's weight where a checkpoint is quantized, and whether
+they fit together; no torch.
+
+| form | tensors | stored as |
+|---|---|---|
+| GPTQ | `qweight` `[in * bits / 32, out]`, `qzeros` `[groups, out * bits / 32]`, `scales`, `g_idx` | codes |
+| AWQ | `qweight` `[in, out / 8]`, `qzeros` `[groups, out / 8]`, `scales` `[groups, out]` | codes |
+| PACKED | `weight_packed` `[out, in * bits / 32]`, `weight_scale` `[out, groups]`, `weight_zero_point` | codes |
+| FP4 | `weight_packed` uint8 `[out, in / 2]`, `weight_scale`, of NVFP4 `weight_global_scale` | numbers |
+| SCALED | `weight` int8 or FP8 `[out, in]`, `weight_scale` or `weight_scale_inv` | codes, numbers |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from quant.checkpoint.stored_config import (
+    AWQ,
+    COMPRESSED,
+    FP8,
+    GPTQ_METHOD,
+    STORED_BITS,
+    WHOLE_ROW,
+    WORD_BITS,
+    Scheme,
+    StoredConfig,
+    StoredLinear,
+    bits_of_words,
+)
+from quant.checkpoint.stored_methods import read_stored_config
+from quant.checkpoint.stored_tensors import StoredTensor, stored_tensors
+from quant.common.errors import CheckpointError
+from quant.scheme import FULL_BITS
+
+GPTQ_FORM, AWQ_FORM, PACKED, FP4, SCALED = "gptq", "awq", "packed", "fp4", "scaled"
+
+SCALES = ("weight_scale_inv", "weight_scale")
+"""FP8's name of what weights are multiplied by, and that of others."""
+
+_MARKS = {
+    GPTQ_METHOD: ("qweight",),
+    AWQ: ("qweight",),
+    FP8: SCALES,
+    COMPRESSED: ("weight_packed", "weight_scale"),
+}
+"""Parts of which a module has one where it is quantized, by the method."""
+
+_PARTS = (
+    *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", *SCALES),
+    *("weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale"),
+)
+_BESIDE = (
+    *(part for part in _PARTS if part != "weight"),
+    *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale"),
+)
+"""What else a quantized module has; activations are not quantized as it says."""
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_AWQ_CODES = 8
+"""Codes of a word."""
+
+_DECODED_TYPE = "F32"
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """The weight `[out, in]` of the module `stem`; `shape` None: not all of it is here. `linear`:
+    how it is stored as integer codes, None of other numbers, which are decoded.
+    """
+
+    stem: str
+    form: str
+    scheme: Scheme
+    shape: tuple[int, int] | None = None
+    linear: StoredLinear | None = None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The tensors of a module by the last part of their names."""
+
+    folder: Path
+    stem: str
+    tensors: Mapping[str, StoredTensor]
+    config: StoredConfig
+    scheme: Scheme
+
+    def has(self, part: str) -> bool:
+        return part in self.tensors
+
+    def shape(self, part: str, sizes: int, *types: str) -> tuple[int, ...]:
+        """The shape of a tensor with so many sizes, none of which is 0."""
+        if part not in self.tensors:
+            raise CheckpointError(
+                f"{self.folder} has no tensor {self.stem}.{part}, without which the codes of "
+                "this module say nothing; it is incomplete: download it again"
+            )
+        tensor = self.tensors[part]
+        if tensor.dtype not in types:
+            self.refuse(part, f"{' or '.join(types)} are read")
+        shape = tensor.shape or ()
+        if len(shape) != sizes or not all(shape):
+            self.refuse(part, f"{sizes} sizes above 0 are needed")
+        return shape
+
+    def check(self, part: str, wanted: tuple[int, ...], *types: str) -> None:
+        if self.shape(part, len(wanted), *types) != wanted:
+            self.refuse(part, f"the other tensors of this module ask for {list(wanted)}")
+
+    def refuse(self, part: str, why: str) -> NoReturn:
+        tensor = self.tensors[part]
+        raise CheckpointError(
+            f"{self.folder / tensor.file}: tensor {self.stem}.{part} is {tensor.dtype} "
+            f"{list(tensor.shape or ())}, but {why}; the checkpoint is damaged, or its "
+            "configuration is of another one"
+        )
+
+
+def coded_weights(names: Iterable[str], config: StoredConfig) -> dict[str, str]:
+    """The names of weights that stand for others, each with that of the tensor that tells so."""
+    marks, found = _MARKS[config.method], dict[str, str]()
+    for name in names:
+        stem, _, part = name.rpartition(".")
+        if part in marks:
+            weight = f"{stem}.weight"
+            if marks.index(part) <= marks.index(found.get(weight, name).rpartition(".")[2]):
+                found[weight] = name
+    return found
+
+
+def parts_beside(weights: Iterable[str]) -> frozenset[str]:
+    """Names of tensors that a model does not ask for, as the `weights` stand for them."""
+    stems = [name.removesuffix("weight") for name in weights]
+    return frozenset(f"{stem}{part}" for stem in stems for part in _BESIDE)
+
+
+def describe(
+    weight: str, config: StoredConfig, folder: Path, find: Callable[[str], StoredTensor | None]
+) -> CodedWeight:
+    """Tell how `weight` is stored, by tensors that `find` gives. CheckpointError names file and
+    tensor where one is missing, of another type, or does not fit the others.
+    """
+    stem = weight.removesuffix(".weight")
+    found = {part: tensor for part in _PARTS if (tensor := find(f"{stem}.{part}")) is not None}
+    form = _form(found, config)
+    scheme = config.scheme_of(stem) or next(iter(config.schemes), Scheme())
+    if any(tensor.shape is None for tensor in found.values()):
+        return CodedWeight(stem, form, scheme)
+    shape, linear = _FORMS[form](_Parts(folder, stem, found, config, scheme))
+    return CodedWeight(stem, form, scheme, shape, linear)
+
+
+def weight_tensors(folder: Path) -> Mapping[str, StoredTensor]:
+    """As `stored_tensors`, with weights as models ask for them in place of their codes."""
+    tensors, config = stored_tensors(folder), read_stored_config(folder)
+    if config is None or not tensors:
+        return tensors
+    marks = coded_weights(tensors, config)
+    plain = {name: tensors[name] for name in tensors.keys() - parts_beside(marks)}
+    for weight, mark in marks.items():
+        coded = describe(weight, config, folder, tensors.get)
+        file = tensors[mark].file
+        plain[weight] = StoredTensor(file, _DECODED_TYPE, coded.shape, coded.linear)
+    return plain
+
+
+def _form(parts: Mapping[str, StoredTensor], config: StoredConfig) -> str:
+    if config.method in (GPTQ_METHOD, AWQ):
+        return config.method
+    if "weight_packed" in parts:
+        return FP4 if parts["weight_packed"].dtype == "U8" else PACKED
+    return SCALED
+
+
+_Described = tuple[tuple[int, int], StoredLinear | None]
+
+
+def _gptq(parts: _Parts) -> _Described:
+    words, rows = parts.shape("qweight", 2, "I32")
+    groups, zero_words = parts.shape("qzeros", 2, "I32")
+    columns = parts.shape("g_idx", 1, "I32", "I64")[0] if parts.has("g_idx") else None
+    by_zeros = bits_of_words(zero_words, rows)
+    bits = by_zeros if columns is None else bits_of_words(words, columns)
+    if bits is None:
+        count, part = (rows, "qzeros") if columns is None else (columns, "qweight")
+        known = ", ".join(map(str, STORED_BITS))
+        parts.refuse(part, f"{count} codes fill so many words at none of {known} bits")
+    columns = words * WORD_BITS // bits if columns is None else columns
+    parts.check("scales", (groups, rows), *_FLOATS)
+    parts.check("qzeros", (groups, -(-rows * bits // WORD_BITS)), "I32")
+    return (rows, columns), StoredLinear(bits, -(-columns // groups))
+
+
+def _awq(parts: _Parts) -> _Described:
+    columns, words = parts.shape("qweight", 2, "I32")
+    rows = words * _AWQ_CODES
+    groups, _ = parts.shape("scales", 2, *_FLOATS)
+    parts.check("scales", (groups, rows), *_FLOATS)
+    parts.check("qzeros", (groups, words), "I32")
+    if columns % groups:
+        parts.refuse("scales", f"{columns} inputs are not divided into {groups} groups evenly")
+    return (rows, columns), StoredLinear(parts.config.bits, columns // groups)
+
+
+def _packed(parts: _Parts) -> _Described:
+    rows, words = parts.shape("weight_packed", 2, "I32")
+    bits = parts.scheme.bits
+    if bits == FULL_BITS:
+        parts.refuse("weight_packed", "config_groups has no integers for this module")
+    columns, size = words * WORD_BITS // bits, parts.scheme.group_size
+    if size != WHOLE_ROW:  # the last word may not be full
+        columns = parts.shape("weight_scale", 2, *_FLOATS)[1] * size
+    if -(-columns * bits // WORD_BITS) != words:
+        parts.refuse("weight_packed", f"{columns} inputs at {bits} bits fill other words")
+    groups = _groups(parts, rows, columns)
+    parts.check("weight_shape", (2,), "I64", "I32")
+    if parts.has("weight_zero_point") or not parts.scheme.symmetric:
+        parts.check("weight_zero_point", (-(-rows * bits // WORD_BITS), groups), "I32")
+    if parts.has("weight_g_idx"):
+        parts.check("weight_g_idx", (columns,), "I32", "I64")
+    return (rows, columns), StoredLinear(bits, columns // groups)
+
+
+def _groups(parts: _Parts, rows: int, columns: int) -> int:
+    """The number of groups of a row of integer codes: one where all rows share a scale."""
+    size = parts.scheme.group_size
+    groups = 1 if size == WHOLE_ROW else columns // size
+    if columns % groups or (size != WHOLE_ROW and columns % size):
+        parts.refuse("weight_scale", f"{columns} inputs are not divided into groups of {size}")
+    shape = parts.tensors["weight_scale"].shape if parts.has("weight_scale") else None
+    alone = groups == 1 and shape is not None and math.prod(shape) == 1
+    parts.check("weight_scale", shape if alone and shape is not None else (rows, groups), *_FLOATS)
+    return groups
+
+
+def _fp4(parts: _Parts) -> _Described:
+    rows, half = parts.shape("weight_packed", 2, "U8")
+    _, groups = parts.shape("weight_scale", 2, "F8_E4M3", "U8", "F8_E8M0", *_FLOATS)
+    if 2 * half % groups:
+        parts.refuse("weight_scale", f"{2 * half} inputs are not divided into {groups} groups")
+    parts.check("weight_scale", (rows, groups), str(parts.tensors["weight_scale"].dtype))
+    if parts.has("weight_global_scale"):
+        parts.check("weight_global_scale", (1,), "F32")
+    elif parts.tensors["weight_scale"].dtype == "F8_E4M3":
+        parts.shape("weight_global_scale", 1, "F32")
+    return (rows, 2 * half), None
+
+
+def _scaled(parts: _Parts) -> _Described:
+    rows, columns = parts.shape("weight", 2, "F8_E4M3", "I8")
+    if parts.tensors["weight"].dtype == "I8":
+        bits = parts.scheme.bits
+        if bits == FULL_BITS:
+            parts.refuse("weight", "its configuration has no integers for this module")
+        groups = _groups(parts, rows, columns)
+        if parts.has("weight_zero_point") or not parts.scheme.symmetric:
+            shape = parts.tensors["weight_scale"].shape or ()
+            parts.check("weight_zero_point", shape, "I8", "I32", "I64")
+        return (rows, columns), StoredLinear(bits, columns // groups)
+    part = next((each for each in SCALES if parts.has(each)), SCALES[-1])
+    types = (*_FLOATS, "F8_E8M0", "U8")
+    shape = parts.tensors[part].shape or () if parts.has(part) else ()
+    parts.shape(part, len(shape), *types)
+    known = [(), (1,), (1, 1), (rows,), (rows, 1)]
+    if parts.scheme.block is not None:
+        each = zip((rows, columns), parts.scheme.block, strict=True)
+        known = [tuple(-(-size // block) for size, block in each)]
+    if shape not in known:
+        wanted = "a scale for all, or one a row" if len(known) > 1 else f"{list(known[0])}"
+        parts.refuse(part, f"{wanted} by the configuration, of weights {[rows, columns]}, is read")
+    return (rows, columns), None
+
+
+_FORMS: dict[str, Callable[[_Parts], _Described]] = {
+    GPTQ_FORM: _gptq,
+    AWQ_FORM: _awq,
+    PACKED: _packed,
+    FP4: _fp4,
+    SCALED: _scaled,
+}

@@ -1,0 +1,274 @@
+"""Reading weights that are stored quantized: as codes where they are kept, else decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quant.checkpoint.coded_weights import (
+    AWQ_FORM,
+    FP4,
+    GPTQ_FORM,
+    PACKED,
+    SCALED,
+    SCALES,
+    CodedWeight,
+    coded_weights,
+    describe,
+    parts_beside,
+)
+from quant.checkpoint.codes import WORD_MASK, GroupCodes, unpack_words
+from quant.checkpoint.read_ahead import FileRange
+from quant.checkpoint.stored_config import StoredConfig, StoredLinear
+from quant.checkpoint.stored_tensors import StoredTensor
+from quant.checkpoint.tensor_files import SafetensorsFiles
+from quant.common.errors import CheckpointError
+from quant.devices import row_blocks
+
+Rows = slice | list[int]
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The outputs of the codes of a word of AutoAWQ, from the lowest bits on."""
+
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_EXPONENT_BIAS = 127
+
+
+class CodedFiles:
+    """The tensors of a quantized folder: its weights stand in place of their codes and scales, of
+    which no name in `hidden` is asked for.
+    """
+
+    def __init__(self, files: SafetensorsFiles, config: StoredConfig, folder: Path) -> None:
+        self._files, self._config, self._folder = files, config, folder
+        self._marks = coded_weights(files.file_of, config)
+        self.hidden = parts_beside(self._marks)
+        self.file_of = files.file_of | {w: files.file_of[mark] for w, mark in self._marks.items()}
+
+    def check(self) -> None:
+        self._files.check()
+
+    def range_of(self, name: str) -> FileRange:
+        """Where a tensor lies, or the codes of a weight."""
+        return self._files.range_of(name if name in self._files.file_of else self._marks[name])
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        coded = self.coded(name)
+        return self._files.shape_of(name) if coded is None else coded.shape or ()
+
+    def read(self, name: str) -> Tensor:
+        coded = self.coded(name)
+        if coded is None:
+            return self._files.read(name)
+        if coded.linear is not None:
+            return self.read_codes(coded).dequantize()
+        part = self._reader(coded)
+        return _fp4(part, coded) if coded.form == FP4 else _scaled(part, coded)
+
+    def coded(self, weight: str) -> CodedWeight | None:
+        """How `weight` is stored; None: as it is, or it is no weight."""
+        if weight not in self._marks:
+            return None
+        return describe(weight, self._config, self._folder, self._find)
+
+    def read_codes(self, coded: CodedWeight, kept: Rows = slice(None)) -> GroupCodes:
+        """Read the `kept` rows of a weight of integer codes, to the host. CheckpointError, naming
+        the tensor, for numbers that cannot be.
+        """
+        assert coded.linear is not None, "asked of integer codes"
+        codes = _READERS[coded.form](self._reader(coded), coded, self._config, kept)
+        place = f"tensor {coded.stem} in {self._folder}"
+        if not bool(torch.isfinite(codes.scale).all()):
+            raise CheckpointError(
+                f"{place}: its scales hold NaN or infinity; the checkpoint is damaged"
+            )
+        groups, index = codes.scale.shape[1], codes.group_of_column
+        if int(index.min()) < 0 or int(index.max()) >= groups:
+            raise CheckpointError(
+                f"{place}: its g_idx does not give each of {len(index)} inputs one of {groups} "
+                "groups; the checkpoint is damaged"
+            )
+        return codes
+
+    def _find(self, name: str) -> StoredTensor | None:
+        return self._files.stored(name) if name in self._files.file_of else None
+
+    def _reader(self, coded: CodedWeight) -> _Part:
+        def read(part: str) -> Tensor | None:
+            name = f"{coded.stem}.{part}"
+            return self._files.read(name) if name in self._files.file_of else None
+
+        return read
+
+
+_Part = Callable[[str], Tensor | None]
+"""Gives a part of a module by the last part of its name; None where there is none."""
+
+
+def _needed(part: _Part, name: str) -> Tensor:
+    found = part(name)
+    assert found is not None, "described before"
+    return found
+
+
+def _linear(coded: CodedWeight) -> tuple[int, int, StoredLinear]:
+    assert coded.shape is not None, "described before it is read"
+    assert coded.linear is not None, "asked of integer codes"
+    return *coded.shape, coded.linear
+
+
+def _gptq(part: _Part, coded: CodedWeight, config: StoredConfig, kept: Rows) -> GroupCodes:
+    rows, columns, linear = _linear(coded)
+    words = _needed(part, "qweight")[:, kept].t()
+    scales = _needed(part, "scales")
+    zeros = _gptq_zeros(_needed(part, "qzeros"), linear.bits, rows, config.zero_offset)
+    return GroupCodes(
+        codes=_unpacked(words, linear.bits, columns),
+        scale=scales.t()[kept].contiguous(),
+        zero=zeros[kept],
+        group_of_column=_group_of_column(part("g_idx"), columns, linear),
+        bits=linear.bits,
+    )
+
+
+def _gptq_zeros(qzeros: Tensor, bits: int, rows: int, offset: int) -> Tensor:
+    """Unpack zeros uint8 `[out, groups]`. The offset is added as GPTQModel adds it: at 4 and 8 bit
+    to whole words, which undoes what its writer's subtraction borrowed, at 3 bit to each zero.
+    """
+    largest = (1 << bits) - 1
+    if bits != 3:
+        every_field = (WORD_MASK // largest) * offset
+        words = (qzeros.long() + every_field) & WORD_MASK
+        wrapped = torch.where(words > WORD_MASK >> 1, words - WORD_MASK - 1, words)
+        return unpack_words(wrapped.int(), bits, rows).t().contiguous()
+    zeros = unpack_words(qzeros, bits, rows)
+    return zeros.add_(offset).bitwise_and_(largest).t().contiguous()
+
+
+def _awq(part: _Part, coded: CodedWeight, config: StoredConfig, kept: Rows) -> GroupCodes:
+    _, columns, linear = _linear(coded)
+    codes, zero = (_awq_codes(_needed(part, name)) for name in ("qweight", "qzeros"))
+    scales = _needed(part, "scales")
+    return GroupCodes(
+        codes=codes[kept],
+        scale=scales.t()[kept].contiguous(),
+        zero=zero[kept].contiguous(),
+        group_of_column=_group_of_column(None, columns, linear),
+        bits=linear.bits,
+    )
+
+
+def _awq_codes(words: Tensor) -> Tensor:
+    """Unpack int32 `[n, out / 8]` to uint8 `[out, n]`."""
+    turned = words.t().contiguous()
+    codes = torch.empty(len(turned), len(_AWQ_ORDER), turned.shape[1], dtype=torch.uint8)
+    for block in row_blocks(len(turned), turned.shape[1], turned.device):
+        for place, output in enumerate(_AWQ_ORDER):
+            codes[block, output] = (turned[block] >> 4 * place).bitwise_and_(15)
+    return codes.flatten(0, 1)
+
+
+def _packed(part: _Part, coded: CodedWeight, config: StoredConfig, kept: Rows) -> GroupCodes:
+    rows, columns, linear = _linear(coded)
+    stated = tuple(_needed(part, "weight_shape").tolist())
+    if stated != coded.shape:
+        raise CheckpointError(
+            f"tensor {coded.stem}.weight_shape says {list(stated)}, but its codes are those of "
+            f"{[rows, columns]}; the checkpoint is damaged"
+        )
+    scale, zeros = _rows_of_scale(part, rows), part("weight_zero_point")
+    zero = torch.full(scale.shape, 1 << (linear.bits - 1), dtype=torch.uint8)
+    if zeros is not None:
+        zero = unpack_words(zeros.t(), linear.bits, rows).t()
+    return GroupCodes(
+        codes=_unpacked(_needed(part, "weight_packed")[kept], linear.bits, columns),
+        scale=scale[kept].contiguous(),
+        zero=zero[kept].contiguous(),
+        group_of_column=_group_of_column(part("weight_g_idx"), columns, linear),
+        bits=linear.bits,
+    )
+
+
+def _integers(part: _Part, coded: CodedWeight, config: StoredConfig, kept: Rows) -> GroupCodes:
+    """Codes with a sign, one a byte."""
+    rows, columns, linear = _linear(coded)
+    half, scale = 1 << (linear.bits - 1), _rows_of_scale(part, rows)
+    zeros = part("weight_zero_point")
+    zero = torch.zeros(scale.shape, dtype=torch.int8) if zeros is None else zeros
+    return GroupCodes(
+        codes=_above_zero(_needed(part, "weight")[kept], half),
+        scale=scale[kept].contiguous(),
+        zero=_above_zero(zero.reshape(-1, scale.shape[1]).expand(scale.shape)[kept], half),
+        group_of_column=_group_of_column(None, columns, linear),
+        bits=linear.bits,
+    )
+
+
+def _above_zero(codes: Tensor, half: int) -> Tensor:
+    return (codes.to(torch.int16) + half).to(torch.uint8)
+
+
+def _rows_of_scale(part: _Part, rows: int) -> Tensor:
+    """Scales `[out, groups]`; one that all rows share is there for each."""
+    scale = _needed(part, "weight_scale")
+    return scale.reshape(1, 1).expand(rows, 1) if scale.numel() == 1 else scale
+
+
+def _unpacked(words: Tensor, bits: int, columns: int) -> Tensor:
+    codes = torch.empty(len(words), columns, dtype=torch.uint8)
+    for block in row_blocks(len(codes), columns, codes.device):
+        codes[block] = unpack_words(words[block], bits, columns)
+    return codes
+
+
+def _group_of_column(index: Tensor | None, columns: int, linear: StoredLinear) -> Tensor:
+    if index is None:
+        return torch.arange(columns, dtype=torch.int32) // linear.group_size
+    return index.int()
+
+
+_READERS: Mapping[str, Callable[[_Part, CodedWeight, StoredConfig, Rows], GroupCodes]] = {
+    GPTQ_FORM: _gptq,
+    AWQ_FORM: _awq,
+    PACKED: _packed,
+    SCALED: _integers,
+}
+
+
+def decode_fp4(packed: Tensor, scale: Tensor) -> Tensor:
+    """Decode uint8 `packed` `[..., groups, bytes]`, two codes (E2M1) a byte, the first one low,
+    with a `scale` `[..., groups]` each to float32 `[..., groups * 2 * bytes]`, exactly.
+    """
+    table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    return table[codes.int()].mul_(scale.unsqueeze(-1)).flatten(-2)
+
+
+def scale_values(stored: Tensor) -> Tensor:
+    """Scales in float32; bytes are exponents of two."""
+    if stored.dtype == torch.uint8:
+        return torch.exp2(stored.float() - _EXPONENT_BIAS)
+    return stored.float()
+
+
+def _fp4(part: _Part, coded: CodedWeight) -> Tensor:
+    packed, scale = _needed(part, "weight_packed"), scale_values(_needed(part, "weight_scale"))
+    whole = part("weight_global_scale")
+    scale = scale if whole is None else scale / whole
+    return decode_fp4(packed.view(len(packed), scale.shape[1], -1), scale)
+
+
+def _scaled(part: _Part, coded: CodedWeight) -> Tensor:
+    """Multiply floating-point codes `[out, in]` by their scales, in float32."""
+    name = next(name for name in SCALES if part(name) is not None)
+    weight, scale = _needed(part, "weight").float(), scale_values(_needed(part, name))
+    if coded.scheme.block is None:
+        return weight.mul_(scale if scale.numel() == 1 else scale.view(-1, 1))
+    rows, columns = coded.scheme.block
+    for index, own in enumerate(scale):
+        part_of_rows = weight[index * rows : (index + 1) * rows]
+        part_of_rows.mul_(own.repeat_interleave(columns)[: weight.shape[1]])
+    return weight

@@ -1,0 +1,205 @@
+"""Quantized weights against what the libraries of their formats make of them, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from quant.checkpoint.coded_weights import weight_tensors
+from quant.checkpoint.reader import Checkpoint
+from quant.common.errors import CheckpointError
+from quant.rounding.canonical import dequantize
+from quant.rounding.gptq_format import to_canonical
+from tests.quant.stored_formats import (
+    BLOCK,
+    FORMATS,
+    affine,
+    awq_parts,
+    awq_words,
+    by_library,
+    fp8,
+    meant,
+    scales_of,
+)
+
+MODULE = "model.layers.0.mlp.up_proj"
+ROWS, COLUMNS = 48, 64
+
+
+def random_weight(rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)) * 0.1
+
+
+def save(folder: Path, parts: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Checkpoint:
+    tensors = {f"{MODULE}.{part}": each.contiguous() for part, each in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return Checkpoint(folder)
+
+
+AWQ = FORMATS["awq"][0]
+
+
+def test_awq_packs_words_as_autoawq_does() -> None:
+    """Codes (5 in + 3 out) mod 16: the first words that AutoAWQ's `WQLinear_GEMM` has of them."""
+    codes = (torch.arange(16)[:, None] * 5 + torch.arange(16) * 3) % 16
+    assert awq_words(codes)[:2].tolist() == AUTOAWQ
+
+
+AUTOAWQ = [[1603480672, -686054168], [-1528270411, 744552765]]
+
+
+@pytest.mark.parametrize("group", [4, 32, 64])
+def test_awq_codes_are_kept(group: int, tmp_path: Path) -> None:
+    codes, _, zero = affine(random_weight(), group)
+    scale = torch.rand(zero.shape, generator=torch.Generator().manual_seed(1)).half().float()
+    checkpoint = save(tmp_path, awq_parts(codes, scale, zero), AWQ | {"group_size": group})
+    expected = meant(codes, scale, zero)
+    assert checkpoint.keeps_codes
+    found = checkpoint.read_codes(MODULE, (ROWS, COLUMNS))
+    assert torch.equal(found.codes.int(), codes)
+    assert torch.equal(found.zero.int(), zero)
+    assert torch.equal(checkpoint.read(f"{MODULE}.weight"), expected.float())
+    some = checkpoint.read_codes(MODULE, (ROWS, COLUMNS), slice(8, 24))
+    assert torch.equal(some.dequantize(), expected.float()[8:24])
+    canonical = to_canonical(found).canonical
+    assert canonical.bits == 4
+    torch.testing.assert_close(dequantize(canonical).double(), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16])
+def test_fp8_blocks_are_decoded_as_transformers_does(scales: torch.dtype, tmp_path: Path) -> None:
+    parts = dict(fp8(random_weight())[0])
+    parts["weight_scale_inv"] = parts["weight_scale_inv"].to(scales)
+    checkpoint = save(tmp_path, parts, FORMATS["fp8"][0])
+    expected = Fp8Dequantize(None)._dequantize_one(
+        parts["weight"], parts["weight_scale_inv"], torch.float32
+    )
+    assert not checkpoint.keeps_codes
+    assert torch.equal(checkpoint.read(f"{MODULE}.weight"), expected)
+    assert checkpoint.names() == [f"{MODULE}.weight"]
+    (stored,) = weight_tensors(tmp_path).values()
+    assert stored.shape == checkpoint.shape_of(f"{MODULE}.weight") == (ROWS, COLUMNS)
+    assert stored.linear is None
+
+
+def test_blocks_at_the_edge_are_smaller(tmp_path: Path) -> None:
+    parts, expected = fp8(random_weight(ROWS - 5, COLUMNS - 9))
+    checkpoint = save(tmp_path, parts, FORMATS["fp8"][0])
+    assert torch.equal(checkpoint.read(f"{MODULE}.weight"), expected)
+
+
+def _int(bits: int, strategy: str, symmetric: bool = True, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "int", "strategy": strategy, "symmetric": symmetric, **more}
+
+
+def _float(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True, **more}
+
+
+WEIGHTS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "int4 groups": (_int(4, "group", group_size=32), 4),
+    "int4 groups with zeros": (_int(4, "group", symmetric=False, group_size=16), 4),
+    "int4 channels": (_int(4, "channel"), 4),
+    "int3 groups": (_int(3, "group", group_size=32), 3),
+    "int8 groups": (_int(8, "group", group_size=32), 8),
+    "int8 channels": (_int(8, "channel"), 8),
+    "int8 channels with zeros": (_int(8, "channel", symmetric=False), 8),
+    "int8 tensor": (_int(8, "tensor"), 8),
+    "fp8 tensor": (_float(8, "tensor"), None),
+    "fp8 channels": (_float(8, "channel"), None),
+    "fp8 blocks": (_float(8, "block", block_structure=[BLOCK, BLOCK]), None),
+    "mxfp8": (_float(8, "group", group_size=32), None),
+    "mxfp4": (_float(4, "group", group_size=32), None),
+    "nvfp4": (_float(4, "tensor_group", group_size=16), None),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_what_compressed_tensors_stores(name: str, tmp_path: Path) -> None:
+    """W8A8 in rows is kept without another rounding, as are 3 and 4 bit."""
+    pytest.importorskip("compressed_tensors")
+    (arguments, bits), weight = WEIGHTS[name], random_weight()
+    parts, expected = by_library(weight, scales_of(weight, **arguments), **arguments)
+    group = {"targets": [r"re:.*up_proj"], "weights": arguments}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {"other": {"targets": ["lm_head"], "weights": _int(8, "tensor")},
+                          "own": group},
+    }  # fmt: skip
+    checkpoint = save(tmp_path, parts, settings)
+    found = checkpoint.read(f"{MODULE}.weight")
+    assert torch.equal(found.to(expected.dtype), expected)
+    coded = checkpoint.coded(MODULE)
+    assert (coded.linear.bits if coded is not None and coded.linear is not None else None) == bits
+    if bits is not None and name not in ("int8 groups", "int8 channels with zeros"):
+        codes = checkpoint.read_codes(MODULE, (ROWS, COLUMNS))
+        torch.testing.assert_close(dequantize(to_canonical(codes).canonical), found)
+
+
+PACKED = _int(4, "group", symmetric=False, group_size=16)
+OWN = {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["Linear"]}}}
+DAMAGED: dict[str, tuple[str, dict[str, Tensor | None], str]] = {
+    "awq without zeros": ("awq", {"qzeros": None}, r"no tensor .*up_proj\.qzeros"),
+    "awq zeros of other outputs": ("awq", {"qzeros": torch.zeros(16, 5).int()}, r"\[16, 6\]"),
+    "awq words of another type": ("awq", {"qweight": torch.zeros(64, 6)}, "qweight is F32"),
+    "awq scales of no group": ("awq", {"scales": torch.zeros(0, 48).half()}, "above 0"),
+    "awq groups that do not divide": (
+        "awq",
+        {"scales": torch.ones(15, 48).half(), "qzeros": torch.zeros(15, 6).int()},
+        "not divided into 15 groups",
+    ),
+    "awq scales that are no numbers": (
+        "awq", {"scales": torch.full((16, 48), torch.inf).half()}, "hold NaN or infinity",
+    ),
+    "fp8 without its weight": ("fp8", {"weight": None}, r"no tensor .*up_proj\.weight"),
+    "fp8 scales of other blocks": (
+        "fp8", {"weight_scale_inv": torch.ones(3, 5)}, r"\[3, 4\] by the configuration",
+    ),
+    "fp8 weights of another type": ("fp8", {"weight": torch.ones(48, 64)}, "weight is F32"),
+    "packed without its shape": ("packed", {"weight_shape": None}, r"no tensor .*weight_shape"),
+    "packed of another shape": ("packed", {"weight_shape": torch.tensor([48, 60])}, r"\[48, 60\]"),
+    "packed without zeros": ("packed", {"weight_zero_point": None}, "weight_zero_point"),
+    "packed words of fewer inputs": (
+        "packed", {"weight_packed": torch.zeros(48, 7).int()}, "fill other words",
+    ),
+    "packed floats": ("packed", {"weight_packed": torch.zeros(48, 8)}, "weight_packed is F32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_tensors_are_named(damage: str, tmp_path: Path) -> None:
+    form, changes, message = DAMAGED[damage]
+    weight = random_weight()
+    if form == "packed":
+        settings: Mapping[str, Any] = OWN | {
+            "config_groups": {"a": {"targets": ["Linear"], "weights": PACKED}}
+        }
+        codes, scale, zero = affine(weight, 16)
+        from quant.checkpoint.codes import pack_words
+
+        whole = {
+            "weight_packed": pack_words(codes, 4),
+            "weight_scale": scale,
+            "weight_zero_point": pack_words(zero.t(), 4).t(),
+            "weight_shape": torch.tensor([ROWS, COLUMNS]),
+        }
+    else:
+        settings, encode, _ = FORMATS[form]
+        made = encode(weight)
+        assert made is not None
+        whole = dict(made[0])
+    checkpoint = save(tmp_path, whole, settings)
+    checkpoint.read(f"{MODULE}.weight")
+    kept = {part: each for part, each in (whole | changes).items() if each is not None}
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path, kept, settings).read(f"{MODULE}.weight")
