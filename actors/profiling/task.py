@@ -300,15 +300,12 @@ class _Profiler:
         caches, and as a difference it would have the noise of two passes, of which it may be a
         small part. On a GPU, where this slows a pass down, in a second pass.
         """
-        began = self._reference.now()
-        if self._device.type == "cpu":
-            layers.pass_through(prepared, *self._timers)
-            seconds = self._reference.now() - began
-            return seconds, self._timers[0].take_s(), self._timers[1].take_s()
-        layers.pass_through(prepared)
+        on_cpu, began = self._device.type == "cpu", self._reference.now()
+        layers.pass_through(prepared, *(self._timers if on_cpu else ()))
         seconds = self._reference.now() - began
-        self._reference.run()  # which empties the caches as before the first pass
-        layers.pass_through(prepared, *self._timers)
+        if not on_cpu:
+            self._reference.run()  # which empties the caches as before the first pass
+            layers.pass_through(prepared, *self._timers)
         return seconds, self._timers[0].take_s(), self._timers[1].take_s()
 
     def _median_reference_s(self) -> dict[Phase, float]:
