@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from planner.cluster.device import Device
+from planner.cluster.device import CPU_TOKENS_AT_ONCE, Device
 from planner.costs.hosting import experts_bytes, streaming_bytes
 from planner.costs.stored_bytes import (
     embedding_bytes,
@@ -25,6 +25,7 @@ from planner.costs.temporaries import (
     attended_width,
     bias_bytes,
     code_bytes,
+    expanded_numbers,
     expert_row_bytes,
     int8_bytes,
     mixer_bytes,
@@ -173,7 +174,7 @@ def _layer_peak(work: StageWork, processor: Processor | None) -> int:
             for batch in (prompts, (work.decode_requests, work.decode_requests))
         )
         return max(mlp, *mixers)
-    prefill = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens, True)
+    prefill = _prompt_bytes(work, processor)
     decode = _attention_bytes(work, work.decode_requests, _decode_keys(work, processor), False)
     if not _reads_ranges(work, processor):  # else nothing is masked
         prefill += bias_bytes(shape, work.workload.prompt_length, element)
@@ -336,6 +337,21 @@ def state_bytes(work: StageWork, layers: range) -> int:
         for each in work.shape.kind_shapes
     ]
     return sum(kinds[kind] for kind in work.shape.kind_of_layer[layers.start : layers.stop])
+
+
+def _prompt_bytes(work: StageWork, processor: Processor | None) -> int:
+    """Bytes of the attention of prompts: of latents, keys and values of whole ones, or what parts
+    of long ones ask on a CPU.
+    """
+    tokens, latent = work.prefill_tokens, work.shape.latent
+    if latent is None or work.mixed:
+        return _attention_bytes(work, tokens, tokens, True)
+    element, on_cpu = DTYPE_BYTES[work.dtype], processor is None or processor.is_cpu
+    parts = CPU_TOKENS_AT_ONCE if on_cpu and tokens > CPU_TOKENS_AT_ONCE else 0
+    whole = tokens * element * (2 * work.shape.hidden_size + expanded_numbers(work.shape, latent))
+    if work.kv_bits != FULL_BITS:
+        whole += code_bytes(work.shape, tokens, tokens, element, False)
+    return max(whole, _attention_bytes(work, parts, work.workload.prompt_length, False))
 
 
 def _attention_bytes(work: StageWork, tokens: int, key_tokens: int, repeats: bool) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from planner.model.layer_parts import DeltaMixer, Experts
+from planner.model.layer_parts import DeltaMixer, Experts, LatentAttention
 from planner.model.shape import ModelShape
 from quant.backends.table import rule_for
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, LinearShape, Processor
@@ -78,6 +78,15 @@ def code_bytes(shape: ModelShape, tokens: int, key_tokens: int, element: int, re
     repeated_from = 2 * attended_width(shape) * element if repeated else 0
     copied = attended_width(shape) + shape.kv_heads * KV_SCALE_BYTES
     return max(made, key_tokens * (repeated_from + copied + element * shape.kv_heads))
+
+
+def expanded_numbers(shape: ModelShape, latent: LatentAttention) -> int:
+    """Numbers of a token of a prompt whose latents are expanded: two copies of these and of queries
+    and results, what is made of latents, and keys beside values that are as wide.
+    """
+    key = latent.plain_width + latent.rotary_width
+    made = latent.plain_width + latent.value_width
+    return 2 * latent.held_width + shape.heads * (4 * key + made + 2 * latent.value_width)
 
 
 def bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:

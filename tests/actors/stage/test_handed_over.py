@@ -21,7 +21,8 @@ from tests.actors.batches import batch_in_ranges
 from tests.actors.configs import CONFIGS, LATENT_CONFIGS, LAYERS, STATE_CONFIGS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline, metered
-from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, specs_of, stages_of
+from tests.actors.thread_ranks import divided
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11, 3)
 NEW_TOKENS = 10
@@ -155,6 +156,15 @@ def test_tokens_are_those_of_generate_whatever_layers_a_stage_has(
     prefill = stages_of(folder, before, PREFILL_SLOTS, LONGEST, parked_tokens=MOST_PARKED)
     decode = stages_of(folder, after, SLOTS, LONGEST, parked_tokens=MOST_PARKED)
     assert generated(prefill, decode) == greedy
+
+
+@pytest.mark.rare
+def test_every_rank_has_latents_whole_and_may_give_them(tiny: Tiny) -> None:
+    folder, greedy = tiny("deepseek_v3")
+    specs = specs_of((0, 2, LAYERS), PREFILL_SLOTS, LONGEST, parked_tokens=MOST_PARKED)
+    decode = stages_of(folder, (0, 3, LAYERS), SLOTS, LONGEST, parked_tokens=MOST_PARKED)
+    with divided(specs, (2, 2), folder) as prefill:
+        assert generated(prefill, decode) == greedy
 
 
 def test_what_is_lost_on_the_way_is_prefilled_again(tiny: Tiny) -> None:

@@ -159,6 +159,28 @@ def test_temporaries_cover_prompts_by_own_layers(
     assert seen.peak + hidden.nbytes <= estimated <= 4 * seen.peak
 
 
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_temporaries_cover_prompts_of_latents(kv_bits: int) -> None:
+    """Whose keys and values are expanded."""
+    values = _GATED | {"num_key_value_heads": 4, "kv_lora_rank": 96, "q_lora_rank": None}
+    values |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    values |= {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    values |= {"moe_intermediate_size": 64, "intermediate_size": 96}
+    config = AutoConfig.for_model("deepseek_v2", **values)
+    cpu, layers = torch.device("cpu"), range(1)
+    model = empty_model(config)
+    keep_stage(model, layers, is_first=False, is_last=False, has_head=False)
+    model.to_empty(device=cpu)
+    cache = make_cache(config, layers, 600, CacheForm(torch.float32, cpu, kv_bits))
+    batch = MicroBatch(*np.array([[0, 1], [0, 0], [256, 256], [0, 300]]))
+    hidden = torch.zeros(512, config.hidden_size)
+    with torch.inference_mode(), PeakBytes() as seen:
+        run_decoder(model, RaggedContext.of(cache, batch), hidden)
+    shape = shape_from_config("tiny", {"model_type": "deepseek_v2", **values})
+    work = StageWork(shape, Workload(2, 256, 1), MicroBatches(2, 2), "float32", False, kv_bits)
+    assert seen.peak + hidden.nbytes <= temporary_bytes(work, StageEnds()) <= 2 * seen.peak
+
+
 def test_temporaries_cover_blooms_spelled_out_activation() -> None:
     """BLOOM's own attention keeps scores, the runtime's does not: compare the MLP alone."""
     shape, model = tiny("bloom")
