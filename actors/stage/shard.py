@@ -27,7 +27,13 @@ from quant.hosted_experts import HostedExperts
 from quant.linear import HostForm, LayerForm, prepack, prepack_linears
 from quant.loading.cache_folder import ShardCache
 from quant.loading.layer_load import LayerLoad
-from quant.loading.loader import load_layer, load_tensors, loading, module_nbytes
+from quant.loading.loader import (
+    load_layer,
+    load_tensors,
+    loading,
+    module_nbytes,
+    return_freed_memory,
+)
 from quant.rounding.importance import LayerImportance
 from quant.scheme import WEIGHTED, Cut, Processor
 
@@ -86,6 +92,7 @@ def load_shard(
             if shape is not None:
                 sum_over_ranks(model, shape.layer(index), load.module)
             prepack_linears(load.module, processor)
+            return_freed_memory()
         load_ends(model, spec, checkpoint, dtype, device, vocabulary)
     if spec.has_head and not _shares_head(config, spec):
         model.set_output_embeddings(prepack(model.get_output_embeddings(), processor))

@@ -70,7 +70,7 @@ def load_layer(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None
     else:
         _fill_layer(load, checkpoint)
     note_layer()
-    _return_freed_memory()
+    return_freed_memory()
 
 
 @contextmanager
@@ -318,7 +318,7 @@ def _named(full_name: str, checkpoint: Checkpoint) -> Iterator[None]:
         raise CheckpointError(f"tensor {full_name} in {checkpoint.place}: {error}") from error
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """glibc keeps freed blocks of up to 32 MB below the packed weights that follow: without this a
     LLaMA-7B stage at 4 bit grows by 11 MB a layer above its packed size (measured).
     """

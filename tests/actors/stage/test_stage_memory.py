@@ -22,10 +22,12 @@ RUNTIME_BYTES = 16 << 20
 LOADING = """
 import pathlib, sys
 import torch
-from actors.stage.stage import Stage
+from actors.stage import stage
 from actors.stage.spec import StageSpec
 from quant.loading.cache_settings import CacheSettings
 from quant.devices import local_processor
+
+stage.warm_up = lambda dtype: None  # seconds of compiling what no step here runs
 
 small, large = map(pathlib.Path, sys.argv[1:3])
 bitwidths = tuple(map(int, sys.argv[3].split(",")))
@@ -35,7 +37,7 @@ cpu = torch.device("cpu")
 def load(folder, bitwidths):
     layers = range(len(bitwidths))
     spec = StageSpec(0, 1, layers, bitwidths, "bfloat16", 2, 128, kv_tokens=256)
-    return Stage(spec, folder, cpu, local_processor(cpu), cache)
+    return stage.Stage(spec, folder, cpu, local_processor(cpu), cache)
 
 load(small, bitwidths[:4])
 status = pathlib.Path("/proc/self/status").read_text().splitlines()
