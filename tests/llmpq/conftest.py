@@ -145,9 +145,10 @@ def process_environment(worker_environment: dict[str, str]) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "RAY_JOB_CONFIG_JSON_ENV_VAR": job}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_address() -> Iterator[str]:
-    """Address of a Ray node of two CPUs that serves all tests of this process.
+    """Address of a Ray node of two CPUs that serves all tests of this process in this folder, whose
+    metrics cost time as long as it lives.
 
     It has a token, as nodes that `ray.init` starts have: a process uses tokens always or never.
     It reports metrics every `METRICS_MS`.
