@@ -1,160 +1,30 @@
-"""3 and 4 bit on CPUs with torch's int4 kernel, for bfloat16 activations.
-
-The kernel multiplies in float32: no loss for few tokens, where reading the weight takes the time,
-but far slower than bfloat16 dot products for many, for which blocks of rows are decoded to bfloat16
-and multiplied by `functional.linear`.
-"""
+"""3 and 4 bit on CPUs with torch's int4 kernel, for bfloat16 activations."""
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
-from torch.nn import functional
 
 from quant.backends.base import CanonicalPacked
-from quant.devices import ranges, row_blocks
+from quant.backends.int4_layout import (
+    BLOCK_ROWS,
+    HALF_ROWS,
+    is_many,
+    layout_is_known,
+    multiply_few,
+    multiply_many,
+    pack_codes,
+    pack_scale_zero,
+    product_rows,
+    stretches,
+    warm_up,
+    whole_blocks,
+)
+from quant.devices import row_blocks
 from quant.rounding.canonical import CanonicalWeight, decode
-
-BLOCK_ROWS = 64
-"""Rows that the kernel interleaves with AVX-512, and fewer without: ranges of rows that are
-multiples of it have the same layout alone as within the whole."""
-
-_HALF_ROWS = BLOCK_ROWS // 2
-_MIDDLE = 8
-"""The code whose value the kernel takes to be zero."""
-
-MANY_TOKENS = 96
-"""Number of tokens from which decoding is worth its time: at 8192 x 2048 on one AVX-512 core the
-kernel takes 0.21 ms a token; decoding takes 11 ms, and then a product 0.08 ms a token."""
-
-_SEGMENT_COLUMNS = 8192
-"""Columns decoded at once: a block of 64 rows is then 2 MB of float32. A quarter of that would fit
-into a core's L2 cache, but products take 5 % longer for the calls."""
-
-_PRODUCT_WEIGHTS = 1 << 21
-_PRODUCT_ROWS = 256
-"""Weights and rows decoded for one product: at least so many rows (below, products run slower), and
-for short rows as many as hold so many weights, 4 MB."""
-
-
-def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    blob: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
-        codes.to(torch.int32), 1
-    )
-    return blob
-
-
-def pack_scale_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Pack `[rows, groups]` to bfloat16 `[groups, rows, 2]`; GPTQ's float16 loses three bits of
-    eleven.
-    """
-    return torch.stack((scale.t(), zero.t()), dim=-1).to(torch.bfloat16).contiguous()
-
-
-def multiply_few(
-    x: torch.Tensor, blob: torch.Tensor, group: int, scale_zero: torch.Tensor
-) -> torch.Tensor:
-    """Call the kernel: bfloat16 `x` `[tokens, in]`, `blob` `[rows, in / 2]`, to `[tokens, rows]`; a
-    weight is `(code - 8) * scale + zero`.
-    """
-    out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, blob, group, scale_zero)
-    return out
-
-
-def is_many(x: torch.Tensor) -> bool:
-    return x.shape[0] >= MANY_TOKENS and layout_is_known()
-
-
-def multiply_many(
-    x: torch.Tensor,
-    blob_of: Callable[[slice], torch.Tensor],
-    group: int,
-    scale_zero: torch.Tensor,
-) -> torch.Tensor:
-    """Multiply as `multiply_few`; rows beyond the last whole block, of another layout, go to the
-    kernel.
-    """
-    columns, rows = x.shape[1], scale_zero.shape[1]
-    step = min(product_rows(columns), whole_blocks(rows))
-    decoder, buffer = _Decoder(columns, group), x.new_empty(step, columns)
-    out = x.new_empty(x.shape[0], rows)
-    for block in stretches(rows, step):
-        blob, own, size = blob_of(block), scale_zero[:, block], block.stop - block.start
-        if size % BLOCK_ROWS:
-            out[:, block] = multiply_few(x, blob, group, own.contiguous())
-        else:
-            decoder.fill(buffer[:size], blob, own)
-            out[:, block] = functional.linear(x, buffer[:size])
-    return out
-
-
-def stretches(rows: int, step: int) -> Iterator[slice]:
-    whole = rows - rows % BLOCK_ROWS
-    yield from ranges(whole, step)
-    if whole < rows:
-        yield slice(whole, rows)
-
-
-def whole_blocks(rows: int) -> int:
-    return max(rows // BLOCK_ROWS, 1) * BLOCK_ROWS
-
-
-def product_rows(columns: int) -> int:
-    return whole_blocks(max(_PRODUCT_WEIGHTS // columns, _PRODUCT_ROWS))
-
-
-class _Decoder:
-    """Decodes rows of `columns` weights into the same scratch memory: mapping pages would take
-    longer.
-    """
-
-    def __init__(self, columns: int, group: int) -> None:
-        self.columns, self.group = columns, group
-        self.segment = min(columns, _SEGMENT_COLUMNS)
-        self.blocks = max(1, _SEGMENT_COLUMNS // columns)
-        weights = self.blocks * BLOCK_ROWS * self.segment
-        self.turned = torch.empty(weights // 2, dtype=torch.uint8)
-        self.codes = torch.empty(weights, dtype=torch.uint8)
-        self.values = torch.empty(weights, dtype=torch.float32)
-
-    def fill(self, weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor) -> None:
-        scale = scale_zero[:, :, 0].t().float().contiguous().unsqueeze(-1)
-        zero = scale_zero[:, :, 1].t().float().unsqueeze(-1).sub(scale, alpha=_MIDDLE)
-        pairs = blob.view(-1, self.columns, _HALF_ROWS)  # a byte: rows r and r + 32 of a block
-        for block in ranges(len(weight), self.blocks * BLOCK_ROWS):
-            own = pairs[block.start // BLOCK_ROWS : block.stop // BLOCK_ROWS]
-            for segment in ranges(self.columns, self.segment):
-                groups = slice(segment.start // self.group, segment.stop // self.group)
-                values = self._codes(own[:, segment]).view(block.stop - block.start, -1, self.group)
-                values.mul_(scale[block, groups]).add_(zero[block, groups])
-                weight[block, segment] = values.flatten(1)
-
-    def _codes(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Unpack codes as float32 `[blocks, 2, 32, columns]` from bytes `[blocks, columns, 32]`."""
-        blocks, columns, _ = pairs.shape
-        half = pairs.numel()
-        # Three dimensions even for one block: torch's path for matrices takes twice as long.
-        turned = self.turned[:half].view(blocks, _HALF_ROWS, columns)
-        turned.copy_(pairs.transpose(1, 2))
-        codes = self.codes[: 2 * half].view(blocks, 2, _HALF_ROWS, columns)
-        torch.bitwise_and(turned, 15, out=codes[:, 0])
-        torch.bitwise_right_shift(turned, 4, out=codes[:, 1])
-        return self.values[: 2 * half].view(codes.shape).copy_(codes)
-
-
-@functools.cache
-def layout_is_known() -> bool:
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(16, (2 * BLOCK_ROWS, 64), generator=generator, dtype=torch.uint8)
-    scale_zero = torch.tensor([1.0, _MIDDLE], dtype=torch.bfloat16)
-    decoded = torch.empty(codes.shape, dtype=torch.bfloat16)
-    _Decoder(64, 32).fill(decoded, pack_codes(codes), scale_zero.expand(2, len(codes), 2))
-    return torch.equal(decoded, codes.bfloat16())
 
 
 def _is_whole(packed: torch.Tensor) -> bool:
@@ -163,7 +33,7 @@ def _is_whole(packed: torch.Tensor) -> bool:
 
 def _restored(blob: torch.Tensor, scale_zero: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Restore whole blocks of the kernel's layout `[rows, in / 2]` on any device."""
-    pairs = blob.view(-1, x.shape[-1], _HALF_ROWS).transpose(1, 2)
+    pairs = blob.view(-1, x.shape[-1], HALF_ROWS).transpose(1, 2)
     codes = torch.stack((pairs & 15, pairs >> 4), dim=1).view(len(blob), -1)
     scale, zero = scale_zero.to(x.device, non_blocking=True).permute(2, 1, 0)
     return decode(codes, scale, zero, 4).to(x.dtype)
@@ -193,11 +63,14 @@ class Int4Pack(CanonicalPacked):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
-        if is_many(tokens):
+        if is_many(tokens, len(self.packed)):
             out = multiply_many(tokens, self.packed.__getitem__, self.group, self.scale_zero)
         else:
             out = multiply_few(tokens, self.packed, self.group, self.scale_zero)
         return out.view(*x.shape[:-1], self.scale_zero.shape[1])
+
+    def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
+        warm_up(in_features, len(self.packed))
 
     def restored_for(self, x: torch.Tensor) -> torch.Tensor | None:
         if not _is_whole(self.packed):
@@ -249,8 +122,12 @@ class Int3Pack(CanonicalPacked):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
-        multiply = self._multiply_many if is_many(tokens) else self._multiply_few
+        many = is_many(tokens, len(self.packed))
+        multiply = self._multiply_many if many else self._multiply_few
         return multiply(tokens).view(*x.shape[:-1], len(self.packed))
+
+    def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
+        warm_up(in_features, len(self.packed))
 
     def restored_for(self, x: torch.Tensor) -> torch.Tensor | None:
         if not _is_whole(self.packed):

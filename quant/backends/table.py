@@ -200,15 +200,15 @@ def _nf4_bytes(shape: LinearShape, dtype: str) -> int:
 
 
 # int*pack: measured on one AVX-512 core against bf16 (`speed.linear`). A few rows are multiplied
-# in float32, at 0.35 to 0.4 of the rate of bf16; from 96 (24 for 8 bit) on, weights are restored,
-# which takes as long as the product of 130 rows in bf16 (40 for 8 bit). 3 bit is always restored to
-# 4, by one row in 0.7 of the time of bf16. A product with 64 x 64, for which others need 5 to 15
-# us, takes it 42, and onednn_w8a8, which rotates and rounds activations, 130 (CPU time of a core;
-# with 256 x 512 of experts in turns 200, 26 of which are its bytes').
+# in float32, at 0.35 to 0.4 of the rate of bf16; from 32 (24 for 8 bit) on, weights are restored,
+# which takes as long as the product of 40 rows in bf16 (without numba of 130). 3 bit is always
+# restored to 4, by one row in 0.7 of the time of bf16. A product with 64 x 64, for which others
+# need 5 to 15 us, takes it 42, and onednn_w8a8, which rotates and rounds activations, 130 (CPU time
+# of a core; with 256 x 512 of experts in turns 200, 26 of which are its bytes').
 _INT3PACK_COST = KernelCost(
-    passes=45.0, restores_from=96, few_passes=3.4, scalar=0.44, overhead_s=3e-5
+    passes=16.0, restores_from=32, few_passes=3.4, scalar=0.44, overhead_s=3e-5
 )
-_INT4PACK_COST = KernelCost(passes=42.0, restores_from=96, scalar=0.44)
+_INT4PACK_COST = KernelCost(passes=13.0, restores_from=32, scalar=0.44)
 _INT8PACK_COST = KernelCost(passes=14.0, restores_from=24, scalar=0.37)
 # Measured: 2.7, 2.0, 1.8 and 1.6 times as fast as bf16 at 1, 8, 64 and 512 rows.
 _ONEDNN_COST = KernelCost(integer=True, overhead_s=1.5e-4)

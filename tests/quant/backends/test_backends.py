@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quant.backends import int4pack
+from quant.backends import int4_layout, int4pack
 from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.bnb import BnbNf4
 from quant.backends.int4pack import Int3Pack, Int4Pack
@@ -191,9 +191,33 @@ def test_unknown_int4_layout_leaves_many_tokens_to_the_kernel(
     packed = kind.from_weight(weight, torch.bfloat16, CPU)
     x = torch.randn(130, 256, generator=torch.Generator().manual_seed(11)).bfloat16()
     decoded = packed.forward(x)
-    monkeypatch.setattr(int4pack, "layout_is_known", lambda: False)
-    monkeypatch.setattr(int4pack.functional, "linear", None)
+    monkeypatch.setattr(int4_layout, "layout_is_known", lambda: False)
+    monkeypatch.setattr(int4_layout.functional, "linear", None)
     assert (packed.forward(x) - decoded).norm() < 0.01 * decoded.norm()
+
+
+@pytest.mark.skipif(not int4_layout.layout_is_known(), reason="this CPU has no AVX-512")
+@pytest.mark.parametrize("kind", [Int3Pack, Int4Pack])
+def test_codes_are_decoded_by_a_compiled_loop_as_by_torch(
+    monkeypatch: pytest.MonkeyPatch, kind: type[CanonicalPacked]
+) -> None:
+    """Of 592 rows the last 16 are of another layout; both are one product but for its rounding."""
+    draws = torch.Generator().manual_seed(12)
+    weight = torch.randn(592, 256, generator=draws)
+    x = torch.randn(130, 256, generator=draws).bfloat16()
+    packed, decoded = kind.from_weight(weight, torch.bfloat16, CPU), []
+    packed.warm_up(256, torch.bfloat16)
+    product, linear = torch.mm, torch.nn.functional.linear
+    monkeypatch.setattr(torch, "mm", lambda a, b: decoded.append(b.t().clone()) or product(a, b))
+    monkeypatch.setattr(
+        int4_layout.functional, "linear", lambda a, b: decoded.append(b.clone()) or linear(a, b)
+    )
+    found = packed.forward(x)
+    monkeypatch.setattr(int4_layout, "has_numba", lambda: False)
+    expected = packed.forward(x)
+    half = len(decoded) // 2
+    assert torch.equal(torch.cat(decoded[:half]), torch.cat(decoded[half:]))
+    assert (found - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("rows", [16, 48, 64, 80, 1040])

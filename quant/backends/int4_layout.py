@@ -1,0 +1,217 @@
+"""The layout of torch's int4 kernel for CPUs, and products with many tokens, for which rows are
+decoded.
+
+The kernel multiplies in float32: no loss for few tokens, where reading the weight takes the time,
+but far slower than bfloat16 dot products for many, for which blocks of rows are decoded to bfloat16
+and multiplied.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from quant.devices import ranges
+from quant.numba_loops import compiled_loop, has_numba, torch_threads
+
+BLOCK_ROWS = 64
+"""Rows that the kernel interleaves with AVX-512, and fewer without: ranges of rows that are
+multiples of it have the same layout alone as within the whole."""
+
+HALF_ROWS = BLOCK_ROWS // 2
+_MIDDLE = 8
+"""The code whose value the kernel takes to be zero."""
+
+_MANY_TOKENS, _MANY_COMPILED = 96, 32
+"""Number of tokens from which decoding is worth its time, by torch and by a compiled loop: at 1536
+x 2048 on one core of an AMD EPYC the kernel takes 0.07 ms a token; decoding takes 2.3 and 0.7 ms,
+and then a product 0.035 ms a token."""
+
+_LEAST_COMPILED = 2**17
+"""Least weights for the compiled loop: small models need not wait for the compiler."""
+
+_SEGMENT_COLUMNS = 8192
+"""Columns decoded at once: a block of 64 rows is then 2 MB of float32. A quarter of that would fit
+into a core's L2 cache, but products take 5 % longer for the calls."""
+
+_PRODUCT_WEIGHTS = 1 << 21
+_PRODUCT_ROWS = 256
+"""Weights and rows decoded for one product: at least so many rows (below, products run slower), and
+for short rows as many as hold so many weights, 4 MB."""
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    blob: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+        codes.to(torch.int32), 1
+    )
+    return blob
+
+
+def pack_scale_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Pack `[rows, groups]` to bfloat16 `[groups, rows, 2]`; GPTQ's float16 loses three bits of
+    eleven.
+    """
+    return torch.stack((scale.t(), zero.t()), dim=-1).to(torch.bfloat16).contiguous()
+
+
+def multiply_few(
+    x: torch.Tensor, blob: torch.Tensor, group: int, scale_zero: torch.Tensor
+) -> torch.Tensor:
+    """Call the kernel: bfloat16 `x` `[tokens, in]`, `blob` `[rows, in / 2]`, to `[tokens, rows]`; a
+    weight is `(code - 8) * scale + zero`.
+    """
+    out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, blob, group, scale_zero)
+    return out
+
+
+def is_many(x: torch.Tensor, rows: int) -> bool:
+    most_few = _MANY_COMPILED if _is_compiled(rows * x.shape[1]) else _MANY_TOKENS
+    return x.shape[0] >= most_few and layout_is_known()
+
+
+def _is_compiled(weights: int) -> bool:
+    return weights >= _LEAST_COMPILED and has_numba()
+
+
+def multiply_many(
+    x: torch.Tensor,
+    blob_of: Callable[[slice], torch.Tensor],
+    group: int,
+    scale_zero: torch.Tensor,
+) -> torch.Tensor:
+    """Multiply as `multiply_few`; rows beyond the last whole block, of another layout, go to the
+    kernel.
+    """
+    columns, rows = x.shape[1], scale_zero.shape[1]
+    step = min(product_rows(columns), whole_blocks(rows))
+    memory = torch.empty(step * columns, dtype=torch.bfloat16)
+    out = x.new_empty(x.shape[0], rows)
+    decoder = None if _is_compiled(rows * columns) else _Decoder(columns, group)
+    for block in stretches(rows, step):
+        blob, own, size = blob_of(block), scale_zero[:, block], block.stop - block.start
+        weight = memory[: size * columns]
+        if size % BLOCK_ROWS:
+            out[:, block] = multiply_few(x, blob, group, own.contiguous())
+        elif decoder is None:
+            out[:, block] = torch.mm(x, _turned(weight.view(columns, size), blob, own, group))
+        else:
+            weight = weight.view(size, columns)
+            decoder.fill(weight, blob, own)
+            out[:, block] = functional.linear(x, weight)
+    return out
+
+
+def _turned(
+    weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor, group: int
+) -> torch.Tensor:
+    """Decode to `weight` `[in, rows]`, the same bits as `_Decoder`'s."""
+    scale = scale_zero[:, :, 0].float().contiguous()
+    begin = scale_zero[:, :, 1].float().sub(scale, alpha=_MIDDLE)
+    pairs = blob.view(-1, len(weight), HALF_ROWS).numpy()
+    with torch_threads():
+        loop = _decoding(torch.get_num_threads() > 1)
+        loop(pairs, scale.numpy(), begin.numpy(), group, weight.view(torch.uint16).numpy())
+    return weight
+
+
+@functools.cache
+def _decoding(parallel: bool) -> Any:
+    """Compile the loop, whose vectors are the rows of a block, as they lie in a column: three to
+    eight times as fast as torch's passes, of which one turns the codes.
+    """
+    import numba
+
+    up, odd, half, mask, four = *map(np.uint32, (0x7FFF, 1, 16)), np.uint8(15), np.uint8(4)
+
+    def decode(pairs: Any, scale: Any, begin: Any, group: int, weight: Any) -> None:
+        for block in numba.prange(len(pairs)):
+            top = BLOCK_ROWS * block
+            for column in range(len(weight)):
+                own, out = pairs[block, column], weight[column, top : top + BLOCK_ROWS]
+                steps = scale[column // group, top : top + BLOCK_ROWS]
+                zeros = begin[column // group, top : top + BLOCK_ROWS]
+                for row in range(HALF_ROWS):  # a byte: rows r and r + 32 of a block
+                    other, byte = row + HALF_ROWS, own[row]
+                    one = np.float32(np.int32(byte & mask)) * steps[row] + zeros[row]
+                    two = np.float32(np.int32(byte >> four)) * steps[other] + zeros[other]
+                    low, high = np.float32(one).view(np.uint32), np.float32(two).view(np.uint32)
+                    out[row] = np.uint16((low + up + ((low >> half) & odd)) >> half)
+                    out[other] = np.uint16((high + up + ((high >> half) & odd)) >> half)
+
+    return compiled_loop(decode, parallel, exact=True)
+
+
+def warm_up(columns: int, rows: int) -> None:
+    if _is_compiled(rows * columns) and layout_is_known():
+        weight = torch.empty(32, BLOCK_ROWS, dtype=torch.bfloat16)
+        scale_zero = torch.zeros(1, BLOCK_ROWS, 2, dtype=torch.bfloat16)
+        _turned(weight, torch.zeros(BLOCK_ROWS, 16, dtype=torch.uint8), scale_zero, 32)
+
+
+def stretches(rows: int, step: int) -> Iterator[slice]:
+    whole = rows - rows % BLOCK_ROWS
+    yield from ranges(whole, step)
+    if whole < rows:
+        yield slice(whole, rows)
+
+
+def whole_blocks(rows: int) -> int:
+    return max(rows // BLOCK_ROWS, 1) * BLOCK_ROWS
+
+
+def product_rows(columns: int) -> int:
+    return whole_blocks(max(_PRODUCT_WEIGHTS // columns, _PRODUCT_ROWS))
+
+
+class _Decoder:
+    """Decodes rows of `columns` weights into the same scratch memory: mapping pages would take
+    longer.
+    """
+
+    def __init__(self, columns: int, group: int) -> None:
+        self.columns, self.group = columns, group
+        self.segment = min(columns, _SEGMENT_COLUMNS)
+        self.blocks = max(1, _SEGMENT_COLUMNS // columns)
+        weights = self.blocks * BLOCK_ROWS * self.segment
+        self.turned = torch.empty(weights // 2, dtype=torch.uint8)
+        self.codes = torch.empty(weights, dtype=torch.uint8)
+        self.values = torch.empty(weights, dtype=torch.float32)
+
+    def fill(self, weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor) -> None:
+        scale = scale_zero[:, :, 0].t().float().contiguous().unsqueeze(-1)
+        zero = scale_zero[:, :, 1].t().float().unsqueeze(-1).sub(scale, alpha=_MIDDLE)
+        pairs = blob.view(-1, self.columns, HALF_ROWS)  # a byte: rows r and r + 32 of a block
+        for block in ranges(len(weight), self.blocks * BLOCK_ROWS):
+            own = pairs[block.start // BLOCK_ROWS : block.stop // BLOCK_ROWS]
+            for segment in ranges(self.columns, self.segment):
+                groups = slice(segment.start // self.group, segment.stop // self.group)
+                values = self._codes(own[:, segment]).view(block.stop - block.start, -1, self.group)
+                values.mul_(scale[block, groups]).add_(zero[block, groups])
+                weight[block, segment] = values.flatten(1)
+
+    def _codes(self, pairs: torch.Tensor) -> torch.Tensor:
+        """Unpack codes as float32 `[blocks, 2, 32, columns]` from bytes `[blocks, columns, 32]`."""
+        blocks, columns, _ = pairs.shape
+        half = pairs.numel()
+        # Three dimensions even for one block: torch's path for matrices takes twice as long.
+        turned = self.turned[:half].view(blocks, HALF_ROWS, columns)
+        turned.copy_(pairs.transpose(1, 2))
+        codes = self.codes[: 2 * half].view(blocks, 2, HALF_ROWS, columns)
+        torch.bitwise_and(turned, 15, out=codes[:, 0])
+        torch.bitwise_right_shift(turned, 4, out=codes[:, 1])
+        return self.values[: 2 * half].view(codes.shape).copy_(codes)
+
+
+@functools.cache
+def layout_is_known() -> bool:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(16, (2 * BLOCK_ROWS, 64), generator=generator, dtype=torch.uint8)
+    scale_zero = torch.tensor([1.0, _MIDDLE], dtype=torch.bfloat16)
+    decoded = torch.empty(codes.shape, dtype=torch.bfloat16)
+    _Decoder(64, 32).fill(decoded, pack_codes(codes), scale_zero.expand(2, len(codes), 2))
+    return torch.equal(decoded, codes.bfloat16())
