@@ -6,17 +6,22 @@ Ours are closures, whose identity numba's own cache takes for another one in eac
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import pickle
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 USERS = ("actors.attention.cpu", "quant.backends.rotation", "quant.rounding.weighted_loop")
+LONGEST_S = 60.0
+"""After which a loop is compiled here, whatever another process does with it."""
+
 CALLED = {"decode", "rotate_rows", "round_tokens", "fit_rows"}
 """Loops that Python calls; all others are compiled as parts of these."""
 
@@ -50,29 +55,54 @@ def _cache_of(dispatcher: Any, folder: Path) -> Any:
     from numba.core.serialize import dumps
 
     identity = described(dispatcher)
+    compiling: dict[Path, Any] = {}
+
+    def done(path: Path) -> None:
+        if path in compiling:
+            compiling.pop(path).close()
 
     class SharedLoops(NullCache):  # type: ignore[misc]
-        """A file for each loop and signature."""
+        """A file for each loop and signature, and a lock of whoever compiles it."""
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             target_context.refresh()
+            path = self._path(sig, target_context.codegen())
+            if not path.exists():
+                compiling[path] = _turn_to_make(path)
             try:
-                content = self._path(sig, target_context.codegen()).read_bytes()
+                content = path.read_bytes()
             except FileNotFoundError:
                 return None
+            done(path)
             return CompileResultCacheImpl.rebuild(None, target_context, pickle.loads(content))
 
         def save_overload(self, sig: Any, data: Any) -> None:
             content = dumps(CompileResultCacheImpl.reduce(None, data))
             with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
                 file.write(content)
-            os.replace(file.name, self._path(sig, data.codegen))
+            path = self._path(sig, data.codegen)
+            os.replace(file.name, path)
+            done(path)
 
         def _path(self, sig: Any, codegen: Any) -> Path:
             key = repr((identity, sig, codegen.magic_tuple()))
             return folder / hashlib.sha256(key.encode()).hexdigest()
 
     return SharedLoops()
+
+
+def _turn_to_make(path: Path) -> Any:
+    """A lock that is held where nobody else makes the file; waits until somebody has made it."""
+    lock = path.with_suffix(".lock").open("w")
+    deadline = time.monotonic() + LONGEST_S
+    while time.monotonic() < deadline and not path.exists():
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
+        else:
+            break
+    return lock
 
 
 def described(what: Any) -> Any:
