@@ -8,6 +8,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -268,6 +269,14 @@ def test_a_plan_of_35_billion_parameters_over_gpus_and_hosts_has_its_true_bytes(
     workload = Workload(32, 512, 100)
     plan = find_plan(cluster, model_shape(name), name, workload, options).plan
     _check(plan)
+    for each_gib, fits in ((64, True), (65, False)):  # of two stages on a host of 128
+        stages = [
+            replace(each, host_bytes=each_gib * 2**30) if each.node == "v100" else each
+            for each in plan.stages
+        ]
+        context = nullcontext() if fits else pytest.raises(SpecError, match=r"node v100 keep \d+")
+        with context:
+            check_plan(replace(plan, stages=tuple(stages)), None)
     hidden, width, experts = 2048, 512, 256
     all_experts = 2 * 3 * experts * hidden * width
     router = 2 * hidden * (experts + 1)  # and the gate of the shared expert
