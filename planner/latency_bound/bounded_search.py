@@ -299,8 +299,12 @@ class BoundedSearch:
     ) -> Scheduled:
         """The best schedule of all kinds at one theta, with layers of these bits (None: of all)."""
         kinds = self._kinds(usable_bits or self._costs.bits)
-        found = [each.best(theta, bound_s) for each in kinds.values()]
-        kept = [each for each in found if each is not None]
+        kept = list[Scheduled]()
+        for each in kinds.values():
+            if kept and self._search_time.is_over:
+                break
+            best = each.best(theta, bound_s)
+            kept += [] if best is None else [best]
         if not kept:
             raise _NoScheduleError(f"no schedule within {bound_s:g} s")
         return min(kept, key=lambda each: each.cost_s(theta))
@@ -337,12 +341,14 @@ class BoundedSearch:
             ) -> ThetaPoint[Scheduled]:
                 return self._point(theta, bound_s, bits)
 
+            placed = fast.plan.placed.placements
+            is_usable = all(has_only(bits, self._costs, each.solution) for each in placed)
+            if is_usable and self._search_time.is_over:
+                return fast.plan
             with suppress(_NoScheduleError):
                 balanced = solve(theta_of_tenth(fast))
-                placed = fast.plan.placed.placements
-                is_usable = all(has_only(bits, self._costs, each.solution) for each in placed)
                 found = [balanced, fast] if is_usable else [balanced]
-                if quality == "high" and balanced.omega:
+                if quality == "high" and balanced.omega and not self._search_time.is_over:
                     found += towards_high(solve, balanced, slowest_high_s(found))
                 return best_by_rules(fast, found)[quality].plan
         return fast.plan
