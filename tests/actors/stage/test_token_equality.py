@@ -126,8 +126,17 @@ def test_slots_are_reused_by_the_next_global_batch(tmp_path: Path) -> None:
         assert generate(stages, prompts, 10, prefill=2, decode=2) == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "mistral-sliding"])
-@pytest.mark.parametrize("bounds", [(0, LAYERS), (0, 2, LAYERS)])
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("llama", (0, LAYERS)),
+        *((name, (0, 2, LAYERS)) for name in ("llama", "bloom", "mistral-sliding")),
+        *(
+            pytest.param(n, (0, LAYERS), marks=pytest.mark.rare)
+            for n in ("bloom", "mistral-sliding")
+        ),
+    ],
+)
 def test_newcomers_join_running_groups_without_changing_tokens(
     name: str, bounds: tuple[int, ...], tmp_path: Path
 ) -> None:
