@@ -7,19 +7,22 @@ they fit together; no torch.
 | AWQ | `qweight` `[in, out / 8]`, `qzeros` `[groups, out / 8]`, `scales` `[groups, out]` | codes |
 | PACKED | `weight_packed` `[out, in * bits / 32]`, `weight_scale` `[out, groups]`, `weight_zero_point` | codes |
 | FP4 | `weight_packed` uint8 `[out, in / 2]`, `weight_scale`, of NVFP4 `weight_global_scale` | numbers |
-| SCALED | `weight` int8 or FP8 `[out, in]`, `weight_scale` or `weight_scale_inv` | codes, numbers |
+| SCALED | `weight` int8 or FP8 `[out, in]`, `weight_scale`, `weight_scale_inv` or `SCB` | codes, numbers |
+| TABLE | `weight` uint8, two of a table `weight.quant_map` a byte, `weight.absmax` a block of them | numbers |
 """  # noqa: E501
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from quant.checkpoint.stored_config import (
     AWQ,
+    BITSANDBYTES,
     COMPRESSED,
     FP8,
     GPTQ_METHOD,
@@ -32,30 +35,41 @@ from quant.checkpoint.stored_config import (
     bits_of_words,
 )
 from quant.checkpoint.stored_methods import read_stored_config
-from quant.checkpoint.stored_tensors import StoredTensor, stored_tensors
+from quant.checkpoint.stored_tensors import StoredTensor, stored_bytes, stored_tensors
 from quant.common.errors import CheckpointError
 from quant.scheme import FULL_BITS
 
-GPTQ_FORM, AWQ_FORM, PACKED, FP4, SCALED = "gptq", "awq", "packed", "fp4", "scaled"
+GPTQ_FORM, AWQ_FORM, PACKED, FP4 = "gptq", "awq", "packed", "fp4"
+SCALED, TABLE = "scaled", "table"
 
 SCALES = ("weight_scale_inv", "weight_scale")
 """FP8's name of what weights are multiplied by, and that of others."""
+
+INT8_SCALES = "SCB"
+"""The largest weights of rows of LLM.int8(), which codes of 127 stand for."""
+
+STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+"""JSON, as bytes, that says how a weight was cut into blocks."""
 
 _MARKS = {
     GPTQ_METHOD: ("qweight",),
     AWQ: ("qweight",),
     FP8: SCALES,
     COMPRESSED: ("weight_packed", "weight_scale"),
+    BITSANDBYTES: (*STATES, INT8_SCALES),
 }
 """Parts of which a module has one where it is quantized, by the method."""
 
 _PARTS = (
     *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", *SCALES),
     *("weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale"),
+    *(INT8_SCALES, *STATES, "weight.absmax", "weight.quant_map"),
+    *("weight.nested_absmax", "weight.nested_quant_map"),
 )
 _BESIDE = (
     *(part for part in _PARTS if part != "weight"),
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale"),
+    "weight_format",
 )
 """What else a quantized module has; activations are not quantized as it says."""
 
@@ -120,15 +134,12 @@ class _Parts:
         )
 
 
-def coded_weights(names: Iterable[str], config: StoredConfig) -> dict[str, str]:
+def coded_weights(names: Collection[str], config: StoredConfig) -> dict[str, str]:
     """The names of weights that stand for others, each with that of the tensor that tells so."""
-    marks, found = _MARKS[config.method], dict[str, str]()
-    for name in names:
-        stem, _, part = name.rpartition(".")
-        if part in marks:
-            weight = f"{stem}.weight"
-            if marks.index(part) <= marks.index(found.get(weight, name).rpartition(".")[2]):
-                found[weight] = name
+    found = dict[str, str]()
+    for mark in reversed(_MARKS[config.method]):  # where there are two, the first one tells more
+        marked = (name for name in names if name.endswith(f".{mark}"))
+        found |= {f"{name.removesuffix(mark)}weight": name for name in marked}
     return found
 
 
@@ -171,6 +182,8 @@ def weight_tensors(folder: Path) -> Mapping[str, StoredTensor]:
 def _form(parts: Mapping[str, StoredTensor], config: StoredConfig) -> str:
     if config.method in (GPTQ_METHOD, AWQ):
         return config.method
+    if any(part in parts for part in STATES):
+        return TABLE
     if "weight_packed" in parts:
         return FP4 if parts["weight_packed"].dtype == "U8" else PACKED
     return SCALED
@@ -256,6 +269,9 @@ def _scaled(parts: _Parts) -> _Described:
         bits = parts.scheme.bits
         if bits == FULL_BITS:
             parts.refuse("weight", "its configuration has no integers for this module")
+        if parts.has(INT8_SCALES):
+            parts.check(INT8_SCALES, (rows,), "F32")
+            return (rows, columns), StoredLinear(bits, columns)
         groups = _groups(parts, rows, columns)
         if parts.has("weight_zero_point") or not parts.scheme.symmetric:
             shape = parts.tensors["weight_scale"].shape or ()
@@ -275,10 +291,58 @@ def _scaled(parts: _Parts) -> _Described:
     return (rows, columns), None
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """How the weights of bitsandbytes were cut: `size` of them share a maximum, and `nested` of
+    these another one, to which `offset` is added.
+    """
+
+    shape: tuple[int, int]
+    size: int
+    nested: int = 0
+    offset: float = 0.0
+
+    @classmethod
+    def parse(cls, content: bytes) -> Blocks:
+        """ValueError, TypeError, KeyError or RecursionError for other content."""
+        values = json.loads(content)
+        rows, columns = values["shape"]
+        nested = values.get("nested_blocksize", 0)
+        numbers = (rows, columns, values["blocksize"], nested)
+        if not all(type(each) is int for each in numbers) or min(numbers[:3]) < 1 or nested < 0:
+            raise ValueError(f"sizes {numbers}")
+        offset = float(values.get("nested_offset", 0))
+        if not math.isfinite(offset):
+            raise ValueError(f"nested_offset {offset}")
+        return cls((rows, columns), values["blocksize"], nested, offset)
+
+
+def _table(parts: _Parts) -> _Described:
+    part = next(each for each in STATES if parts.has(each))
+    (length,) = parts.shape(part, 1, "U8")
+    try:
+        name = f"{parts.stem}.{part}"
+        blocks = Blocks.parse(stored_bytes(parts.folder / parts.tensors[part].file, name))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        parts.refuse(part, f"its {length} bytes are no JSON with shape and blocksize")
+    count = math.prod(blocks.shape)
+    parts.check("weight", (-(-count // 2), 1), "U8")
+    parts.check("weight.quant_map", (16,), "F32")
+    maxima = -(-count // blocks.size)
+    if not blocks.nested:
+        parts.check("weight.absmax", (maxima,), "F32")
+        return blocks.shape, None
+    parts.check("weight.absmax", (maxima,), "U8")
+    parts.check("weight.nested_absmax", (-(-maxima // blocks.nested),), "F32")
+    parts.check("weight.nested_quant_map", (256,), "F32")
+    return blocks.shape, None
+
+
 _FORMS: dict[str, Callable[[_Parts], _Described]] = {
     GPTQ_FORM: _gptq,
     AWQ_FORM: _awq,
     PACKED: _packed,
     FP4: _fp4,
     SCALED: _scaled,
+    TABLE: _table,
 }

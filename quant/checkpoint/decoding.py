@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,9 +13,13 @@ from quant.checkpoint.coded_weights import (
     AWQ_FORM,
     FP4,
     GPTQ_FORM,
+    INT8_SCALES,
     PACKED,
     SCALED,
     SCALES,
+    STATES,
+    TABLE,
+    Blocks,
     CodedWeight,
     coded_weights,
     describe,
@@ -26,7 +31,7 @@ from quant.checkpoint.stored_config import StoredConfig, StoredLinear
 from quant.checkpoint.stored_tensors import StoredTensor
 from quant.checkpoint.tensor_files import SafetensorsFiles
 from quant.common.errors import CheckpointError
-from quant.devices import row_blocks
+from quant.devices import ranges, row_blocks
 
 Rows = slice | list[int]
 
@@ -66,7 +71,7 @@ class CodedFiles:
         if coded.linear is not None:
             return self.read_codes(coded).dequantize()
         part = self._reader(coded)
-        return _fp4(part, coded) if coded.form == FP4 else _scaled(part, coded)
+        return {FP4: _fp4, TABLE: _of_table}.get(coded.form, _scaled)(part, coded)
 
     def coded(self, weight: str) -> CodedWeight | None:
         """How `weight` is stored; None: as it is, or it is no weight."""
@@ -213,6 +218,9 @@ def _above_zero(codes: Tensor, half: int) -> Tensor:
 
 def _rows_of_scale(part: _Part, rows: int) -> Tensor:
     """Scales `[out, groups]`; one that all rows share is there for each."""
+    largest = part(INT8_SCALES)
+    if largest is not None:
+        return (largest / 127).view(-1, 1)
     scale = _needed(part, "weight_scale")
     return scale.reshape(1, 1).expand(rows, 1) if scale.numel() == 1 else scale
 
@@ -272,3 +280,21 @@ def _scaled(part: _Part, coded: CodedWeight) -> Tensor:
         part_of_rows = weight[index * rows : (index + 1) * rows]
         part_of_rows.mul_(own.repeat_interleave(columns)[: weight.shape[1]])
     return weight
+
+
+def _of_table(part: _Part, coded: CodedWeight) -> Tensor:
+    """Numbers of a table by two codes a byte, the first one high, times the maxima of blocks."""
+    state = next(found for name in STATES if (found := part(name)) is not None)
+    blocks = Blocks.parse(bytes(state.tolist()))
+    packed, largest = _needed(part, "weight").view(-1), _needed(part, "weight.absmax")
+    if blocks.nested:
+        each = _needed(part, "weight.nested_absmax").repeat_interleave(blocks.nested)
+        table = _needed(part, "weight.nested_quant_map")
+        largest = table[largest.int()] * each[: len(largest)] + blocks.offset
+    codes = torch.stack((packed >> 4, packed & 15), dim=-1).view(-1)
+    values = _needed(part, "weight.quant_map")[codes.int()][: math.prod(blocks.shape)]
+    for block in ranges(len(values), blocks.size << 10):
+        some, first = values[block], block.start // blocks.size
+        each = largest[first : first - (-len(some) // blocks.size)]
+        some.mul_(each.repeat_interleave(blocks.size)[: len(some)])
+    return values.view(blocks.shape)

@@ -20,6 +20,7 @@ WHOLE_ROW = -1
 """The group size of one scale per output row."""
 
 GPTQ_METHOD, AWQ, FP8, COMPRESSED = "gptq", "awq", "fp8", "compressed-tensors"
+BITSANDBYTES = "bitsandbytes"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from quant.checkpoint.stored_config import (
     AWQ,
+    BITSANDBYTES,
     COMPRESSED,
     CONFIG_FILE,
     CONFIG_KEY,
@@ -43,10 +44,10 @@ SETTINGS_FILES = (CONFIG_FILE, *_FILES)
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 """Formats of GPTQ, with what has to be added to their zeros: the first one stores them less one."""
 
-_PACKED_FORMATS = frozenset(
-    f"{name}-quantized"
-    for name in ("pack", "int", "float", "naive", "nvfp4-pack", "mxfp4-pack", "mxfp8")
-) | {"mixed-precision", "dense"}
+_PACKED_FORMATS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense"),
+)
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 
 _REMEDY = (
@@ -100,7 +101,7 @@ _DEQUANTIZE = (
     "load it with transformers, call dequantize() of the model, then save_pretrained, and give "
     "that folder, or give the original 16-bit checkpoint"
 )
-_CONVERSIONS = {"bitsandbytes": _DEQUANTIZE, "torchao": _DEQUANTIZE, "hqq": _DEQUANTIZE}
+_CONVERSIONS = {"torchao": _DEQUANTIZE, "hqq": _DEQUANTIZE}
 
 
 def _gptq(values: Mapping[str, Any], place: str) -> StoredConfig:
@@ -236,11 +237,25 @@ def _group(name: str, group: Any, place: str) -> tuple[Scheme | None, bool]:
     return Scheme(targets, own, size, weights.get("symmetric", True) is True), ordered
 
 
+def _bitsandbytes(values: Mapping[str, Any], place: str) -> StoredConfig:
+    """LLM.int8() has codes and a scale a row; nf4 and fp4 are numbers of a table."""
+    wide, narrow = (values.get(f"load_in_{bits}bit", False) for bits in (8, 4))
+    if type(wide) is not bool or type(narrow) is not bool or wide == narrow:
+        raise SpecError(
+            f"{place}: load_in_8bit is {wide!r:.40} and load_in_4bit is {narrow!r:.40}; one of "
+            "them must be true"
+        )
+    bits, key = (8 if wide else FULL_BITS), "llm_int8_skip_modules"
+    ignored = _left_out(values.get(key), key, place)
+    return StoredConfig(bits, WHOLE_ROW, schemes=(Scheme(bits=bits),), ignored=ignored)
+
+
 _METHODS: dict[str, Callable[[Mapping[str, Any], str], StoredConfig]] = {
     GPTQ_METHOD: _gptq,
     AWQ: _awq,
     FP8: _fp8,
     COMPRESSED: _compressed,
+    BITSANDBYTES: _bitsandbytes,
 }
 
 

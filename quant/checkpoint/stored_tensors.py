@@ -272,8 +272,8 @@ _ADAPTER = re.compile(r"(^|\.)lora_")
 KEY_TENSORS = tuple(f"self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
 """What makes keys and values, which layers that read those of earlier ones do not take."""
 
-_ZEROS_BYTES = 1 << 24
-"""The largest bias that is looked at for zeros; that of a real model has a hundredth of it."""
+_SMALL_BYTES = 1 << 24
+"""The largest tensor that is looked at while planning; biases of real models have a hundredth."""
 
 
 def is_harmless(name: str) -> bool:
@@ -317,14 +317,20 @@ def patterns(names: Iterable[str]) -> str:
 
 def has_only_zeros(path: Path, name: str) -> bool:
     """Whether a tensor is of zeros, as auto-gptq writes biases that a model lacks; else False."""
+    content = stored_bytes(path, name)
+    return bool(content) and not any(content)
+
+
+def stored_bytes(path: Path, name: str) -> bytes:
+    """The bytes of a small tensor; none where it is large, or cannot be read."""
     try:
         with path.open("rb") as file:
             place = read_header(file).places[name]
             size = place.stop - place.start
             file.seek(place.start)
-            return size <= _ZEROS_BYTES and not any(file.read(size))
+            return file.read(size) if size <= _SMALL_BYTES else b""
     except (DamagedFileError, OSError, KeyError):
-        return False
+        return b""
 
 
 LENGTH_BYTES = 8

@@ -138,6 +138,25 @@ def by_library(
     return dict(parts), packer.decompress(dict(parts), scheme)["weight"]
 
 
+def of_table(weight: Tensor, kind: str = "nf4", nested: bool = True) -> tuple[Parts, Tensor]:
+    """As bitsandbytes stores weights in 4 bit, and what its code for any device makes of them: that
+    for CPUs (0.50.2) is wrong for rows of other than whole blocks.
+    """
+    from bitsandbytes import functional
+    from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+
+    packed, state = functional.quantize_4bit(
+        weight, blocksize=64, quant_type=kind, compress_statistics=nested
+    )
+    parts = {f"weight.{name}": each for name, each in state.as_dict(packed=True).items()}
+    largest = state.absmax
+    if nested:
+        largest = functional.dequantize_blockwise(largest, state.state2) + state.offset
+    own = (state.code, state.blocksize, weight.shape, torch.float32)
+    restored: Tensor = _dequantize_4bit_compute(packed.view(-1), largest, *own)
+    return {"weight": packed, **parts}, restored
+
+
 def _groups(layout: str, **weights: Any) -> dict[str, Any]:
     """The configuration of a checkpoint of compressed-tensors with one scheme."""
     return {
@@ -162,6 +181,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Encode, int]] = {
     "fp8": (
         {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"},
         fp8, 16,
+    ),
+    "nf4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
+         "llm_int8_skip_modules": ["lm_head"]},
+        of_table, 16,
     ),
     "int4": (_groups("pack-quantized", **_INT4), compressed(**_INT4), 4),
     "int8": (_groups("int-quantized", **_INT8), compressed(**_INT8), 8),

@@ -19,7 +19,8 @@ from tests.quant.stored_formats import FORMATS, store
 
 LENGTHS, NEW_TOKENS = (5, 11, 1, 8), 8
 LIBRARY = {"int4", "int8", "float8"}
-USUAL = {("awq", "qwen2"), ("awq", "deepseek_v3"), ("fp8", "qwen3_moe"), ("int8", "qwen2")}
+USUAL = {(form, "qwen2") for form in ("awq", "nf4", "int8")}
+USUAL |= {("awq", "deepseek_v3"), ("fp8", "qwen3_moe")}
 
 
 @pytest.mark.parametrize(

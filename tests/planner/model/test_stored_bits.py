@@ -159,7 +159,7 @@ def test_layers_of_different_bits_need_their_plan(tmp_path: Path) -> None:
         with_stored_bits(PlanOptions(), found)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "torchao", "modelopt"])
+@pytest.mark.parametrize("method", ["hqq", "torchao", "modelopt"])
 def test_other_methods_are_refused_by_name(method: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=f"quantized by the method {method}, which llmpq does not"):
         shape(tmp_path, quant_method=method)

@@ -27,6 +27,7 @@ from tests.quant.stored_formats import (
     by_library,
     fp8,
     meant,
+    of_table,
     scales_of,
 )
 
@@ -95,6 +96,29 @@ def test_blocks_at_the_edge_are_smaller(tmp_path: Path) -> None:
     parts, expected = fp8(random_weight(ROWS - 5, COLUMNS - 9))
     checkpoint = save(tmp_path, parts, FORMATS["fp8"][0])
     assert torch.equal(checkpoint.read(f"{MODULE}.weight"), expected)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_tables_are_decoded_as_bitsandbytes_does(kind: str, nested: bool, tmp_path: Path) -> None:
+    """The last block of a row of blocks is smaller."""
+    parts, expected = of_table(random_weight(40, 61 + 1), kind, nested)
+    checkpoint = save(tmp_path, parts, FORMATS["nf4"][0])
+    assert checkpoint.names() == [f"{MODULE}.weight"]
+    assert torch.equal(checkpoint.read(f"{MODULE}.weight"), expected)
+
+
+def test_codes_of_llm_int8_are_kept(tmp_path: Path) -> None:
+    from bitsandbytes import functional
+
+    codes, largest, _ = functional.int8_vectorwise_quant(random_weight().half())
+    parts = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    checkpoint = save(tmp_path, parts, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    canonical = to_canonical(checkpoint.read_codes(MODULE, (ROWS, COLUMNS))).canonical
+    assert torch.equal(canonical.codes, codes)
+    expected = functional.int8_vectorwise_dequant(codes, largest)
+    torch.testing.assert_close(dequantize(canonical), expected)
+    assert torch.equal(dequantize(canonical), checkpoint.read(f"{MODULE}.weight"))
 
 
 def _int(bits: int, strategy: str, symmetric: bool = True, **more: Any) -> dict[str, Any]:
@@ -171,6 +195,12 @@ DAMAGED: dict[str, tuple[str, dict[str, Tensor | None], str]] = {
     "packed without zeros": ("packed", {"weight_zero_point": None}, "weight_zero_point"),
     "packed words of fewer inputs": (
         "packed", {"weight_packed": torch.zeros(48, 7).int()}, "fill other words",
+    ),
+    "table without its maxima": ("nf4", {"weight.absmax": None}, r"no tensor .*weight\.absmax"),
+    "table of other codes": ("nf4", {"weight": torch.zeros(9, 1).byte()}, r"\[1536, 1\]"),
+    "table of another size": ("nf4", {"weight.quant_map": torch.zeros(15)}, r"\[15\], but .* \[16"),
+    "table of no shape": (
+        "nf4", {"weight.quant_state.bitsandbytes__nf4": torch.tensor([123]).byte()}, "are no JSON",
     ),
     "packed floats": ("packed", {"weight_packed": torch.zeros(48, 8)}, "weight_packed is F32"),
 }  # fmt: skip

@@ -24,7 +24,8 @@ def _packed(weights: Any) -> dict[str, Any]:
     ("entries", "message"),
     [
         ({"quant_method": "hqq"}, "quantized by the method hqq, which llmpq does not read"),
-        ({"quant_method": "bitsandbytes"}, r"by the method bitsandbytes, .* dequantize\(\)"),
+        ({"quant_method": "bitsandbytes"}, "load_in_8bit is False and load_in_4bit is False"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": "yes"}, "load_in_4bit is 'yes'"),
         ({"quant_method": "torchao"}, r"by the method torchao, .* save_pretrained"),
         ({}, "by the method unnamed"),
         ({"quant_method": "gptq", "bits": 2}, "have 2 bits; there are kernels for 3, 4, 8"),
