@@ -315,7 +315,8 @@ def generation_seeds() -> tuple[bytes, ...]:
 def gptq_seeds() -> tuple[bytes, ...]:
     """With and without rules by module."""
     plain = {name: value for name, value in _GPTQ.items() if name != "dynamic"}
-    return tuple(json.dumps(each).encode() for each in (_GPTQ, plain, *_STORED))
+    tables = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
+    return tuple(json.dumps(each).encode() for each in (_GPTQ, plain, tables, *_STORED))
 
 
 @cache
