@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from quant import devices
 from quant.backends.cuda_driver import CudaError, Kernels
 from quant.backends.cuda_packed import (
     Cuda3Bit,
@@ -32,7 +33,6 @@ from quant.backends.cuda_products import (
 from quant.backends.kernel_classes import self_test
 from quant.backends.table import rule_for
 from quant.linear import QuantizedLinear
-from quant.rounding import canonical as canonical_module
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 from quant.scheme import LinearShape, Processor
 from tests.cuda_emulation import CPU, emulated, needs_compiler
@@ -261,7 +261,7 @@ def test_split_sums_have_the_same_bits_in_any_order(case: Case) -> None:
 
 @for_cases
 def test_restored_in_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(canonical_module._BLOCK_WEIGHTS, "cpu", 5 * 96)
+    monkeypatch.setitem(devices._BLOCK_WEIGHTS, "cpu", 5 * 96)
     packed, _ = make(case.bits, (21, 96))
     x = activations(30, 96, case.dtype)
     bias = torch.randn(21, generator=torch.Generator().manual_seed(3)).to(case.dtype)
