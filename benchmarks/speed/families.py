@@ -28,6 +28,23 @@ _DELTA = {
 }
 _EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 _SHARED = {"shared_expert_intermediate_size": 128}
+_ROUTED = {
+    "n_routed_experts": 32,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENT = {
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 256,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "opt": {"ffn_dim": 4096, "word_embed_proj_dim": 1024, "num_hidden_layers": 11},
@@ -49,8 +66,14 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
     },
+    "gemma2": _GROUPED | {"sliding_window": 128},
     "qwen3_5_text": _GROUPED | _DELTA,
     "qwen3_moe": _GROUPED | _EXPERTS,
+    "mixtral": _GROUPED | {"num_local_experts": 8, "intermediate_size": 384},
+    "olmoe": {"num_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 128},
+    "glm4_moe": _GROUPED | _ROUTED,
+    "deepseek_v3": _LATENT | _ROUTED,
+    "glm4_moe_lite": _LATENT | _ROUTED,
     "qwen3_next": _GROUPED | _DELTA | _EXPERTS | _SHARED,
     "qwen3_5_moe_text": _GROUPED | _DELTA | _EXPERTS | _SHARED,
     "gpt_oss": _GROUPED
