@@ -343,10 +343,6 @@ class QuantizedExperts(nn.Module):
         """Bytes of the weights, without biases."""
         return self.gate_up.nbytes + self.down.nbytes
 
-    def extra_repr(self) -> str:
-        kind = self.gate_up.backend.__name__
-        return f"experts={self.gate_up.count}, bits={self.bits}, backend={kind}"
-
 
 def is_experts(module: nn.Module) -> bool:
     """Whether `module` has a layer's experts as transformers fuses them."""

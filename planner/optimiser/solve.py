@@ -20,7 +20,7 @@ from planner.optimiser.assignment import (
     fastest_boundaries,
     stage_times,
 )
-from planner.optimiser.boxes import solve_by_boxes
+from planner.optimiser.boxes.search import solve_by_boxes
 from planner.optimiser.feasibility import require_feasible, run_sums
 from planner.optimiser.milp import solve_exactly
 from planner.optimiser.names import DEFAULT_SOLVER

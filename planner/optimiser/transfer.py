@@ -25,7 +25,7 @@ from planner.optimiser.assignment import (
     smallest_assignment,
     stage_times,
 )
-from planner.optimiser.boxes import solve_by_boxes
+from planner.optimiser.boxes.search import solve_by_boxes
 from planner.optimiser.feasibility import require_feasible
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
 from planner.optimiser.relaxation import relax

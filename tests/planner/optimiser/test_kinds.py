@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy.optimize import linear_sum_assignment
 
-from planner.optimiser import stage_lister
 from planner.optimiser.assignment import evaluate, smallest_assignment
+from planner.optimiser.boxes import stage_lister
+from planner.optimiser.boxes.kind_options import unbeaten
 from planner.optimiser.feasibility import explain_infeasible, is_feasible
-from planner.optimiser.kind_options import unbeaten
 from planner.optimiser.names import Objective
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.relaxation import relax

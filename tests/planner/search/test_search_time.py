@@ -15,10 +15,10 @@ from planner.latency_bound.bounded_plan import find_bounded_plan
 from planner.latency_bound.schedules import BoundRequest
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape
-from planner.optimiser.kind_options import Makeup
+from planner.optimiser.boxes.kind_options import Makeup
+from planner.optimiser.boxes.stage_options import StageOptions
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.relaxation import LinearModel
-from planner.optimiser.stage_options import StageOptions
 from planner.optimiser.transfer import TransferSteps
 from planner.options import PlanOptions
 from planner.plan import builder

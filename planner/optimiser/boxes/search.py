@@ -23,6 +23,8 @@ from planner.optimiser.assignment import (
     conclude,
     smallest_assignment,
 )
+from planner.optimiser.boxes.stage_lister import OutOfTimeError, StageLister, has_one_row
+from planner.optimiser.boxes.stage_options import Box, StageOptions, least_above
 from planner.optimiser.feasibility import require_feasible
 from planner.optimiser.milp import solve_exactly
 from planner.optimiser.prices import Prices
@@ -30,8 +32,6 @@ from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.relaxation import ROUNDING, RelaxedProblem, relax
 from planner.optimiser.sensitivity_tables import LossTables
 from planner.optimiser.shared_hosts import solve_sharing
-from planner.optimiser.stage_lister import OutOfTimeError, StageLister, has_one_row
-from planner.optimiser.stage_options import Box, StageOptions, least_above
 
 GROWTH = (1.02, 1.06, 1.2, 1.6)  # limits tried, over the bound; each costs more than the last
 NARROW_GROWTH = (1.002, 1.005, 1.01, 1.02, 1.03, 1.045, 1.06, 1.1, 1.2, 1.6)

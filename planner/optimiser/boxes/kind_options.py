@@ -12,10 +12,10 @@ from functools import cached_property
 
 import numpy as np
 
+from planner.optimiser.boxes.stage_options import StageOptions
 from planner.optimiser.problem import FloatArray, IntArray
 from planner.optimiser.relaxation import RelaxedProblem
 from planner.optimiser.sensitivity_tables import LossTables, compositions, lattice_size
-from planner.optimiser.stage_options import StageOptions
 
 COMPARED = 24  # options of a run that all others are compared with
 

@@ -15,13 +15,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from planner.optimiser.boxes.kind_options import KindRows, Makeup
+from planner.optimiser.boxes.stage_options import StageOptions, joined_options
 from planner.optimiser.feasibility import run_sums
-from planner.optimiser.kind_options import KindRows, Makeup
 from planner.optimiser.prices import PricedProblem, PricedStages
 from planner.optimiser.problem import AssignmentProblem, BoolArray, FloatArray, IntArray
 from planner.optimiser.relaxation import RelaxedProblem
 from planner.optimiser.sensitivity_tables import LossTables, lattice_size
-from planner.optimiser.stage_options import StageOptions, joined_options
 
 MOST_ENTRIES = 60_000_000  # options looked at for one limit: about 2 GB and 10 s; else the ILP
 MOST_ROWS = 500_000  # of one kind's lattice: a tenth of a second

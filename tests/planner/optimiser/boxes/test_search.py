@@ -8,9 +8,9 @@ import pytest
 from scipy.optimize import linear_sum_assignment
 
 from benchmarks.planning.published import solve_published
-from planner.optimiser import stage_lister
 from planner.optimiser.assignment import SolveOptions, evaluate
-from planner.optimiser.boxes import solve_by_boxes
+from planner.optimiser.boxes import stage_lister
+from planner.optimiser.boxes.search import solve_by_boxes
 from planner.optimiser.names import Objective
 from planner.optimiser.prices import PricedProblem, Prices, stage_kinds
 from planner.optimiser.problem import AssignmentProblem
