@@ -145,15 +145,16 @@ def of_table(weight: Tensor, kind: str = "nf4", nested: bool = True) -> tuple[Pa
     from bitsandbytes import functional
     from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
 
-    packed, state = functional.quantize_4bit(
-        weight, blocksize=64, quant_type=kind, compress_statistics=nested
-    )
-    parts = {f"weight.{name}": each for name, each in state.as_dict(packed=True).items()}
-    largest = state.absmax
-    if nested:
-        largest = functional.dequantize_blockwise(largest, state.state2) + state.offset
-    own = (state.code, state.blocksize, weight.shape, torch.float32)
-    restored: Tensor = _dequantize_4bit_compute(packed.view(-1), largest, *own)
+    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds for each shape
+        packed, state = functional.quantize_4bit(
+            weight, blocksize=64, quant_type=kind, compress_statistics=nested
+        )
+        parts = {f"weight.{name}": each for name, each in state.as_dict(packed=True).items()}
+        largest = state.absmax
+        if nested:
+            largest = functional.dequantize_blockwise(largest, state.state2) + state.offset
+        own = (state.code, state.blocksize, weight.shape, torch.float32)
+        restored: Tensor = _dequantize_4bit_compute(packed.view(-1), largest, *own)
     return {"weight": packed, **parts}, restored
 
 
