@@ -1,4 +1,4 @@
-"""Models of every family for `throughput`, some 50 to 170 million random weights each.
+"""Models of every family for `throughput`, some 50 to 240 million random weights each.
 
     python -m benchmarks.speed.throughput --models qwen3_moe qwen3_5_text --workloads equal mixed
 
