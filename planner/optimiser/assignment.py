@@ -16,6 +16,10 @@ from planner.optimiser.two_memories import fullest_stages
 from quant.common.errors import SpecError
 
 
+class OutOfTimeError(Exception):
+    """Time was up before there was anything to return."""
+
+
 @dataclass(frozen=True)
 class SolveOptions:
     """Options of all methods; only assignments better than `upper_bound` seconds by more than the

@@ -16,6 +16,7 @@ from planner.costs.pass_times import PassTable
 from planner.optimiser.assignment import (
     Assignment,
     AssignmentCosts,
+    OutOfTimeError,
     SolveOptions,
     stage_times,
 )
@@ -138,10 +139,6 @@ def baseline_orders(costs: CostModel) -> list[tuple[Device, ...]]:
         with suppress(DoesNotFitError):
             orders.append(Candidates(together).pop().devices)
     return list(dict.fromkeys(orders))
-
-
-class OutOfTimeError(Exception):
-    """Time was up before anything that fits was found."""
 
 
 def choose(

@@ -18,12 +18,13 @@ import numpy as np
 
 from planner.optimiser.assignment import (
     Assignment,
+    OutOfTimeError,
     SolveOptions,
     assign_bits,
     conclude,
     smallest_assignment,
 )
-from planner.optimiser.boxes.stage_lister import OutOfTimeError, StageLister, has_one_row
+from planner.optimiser.boxes.stage_lister import StageLister, has_one_row
 from planner.optimiser.boxes.stage_options import Box, StageOptions, least_above
 from planner.optimiser.feasibility import require_feasible
 from planner.optimiser.milp import solve_exactly

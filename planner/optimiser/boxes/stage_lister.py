@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from planner.optimiser.assignment import OutOfTimeError
 from planner.optimiser.boxes.kind_options import KindRows, Makeup
 from planner.optimiser.boxes.stage_options import StageOptions, joined_options
 from planner.optimiser.feasibility import run_sums
@@ -31,10 +32,6 @@ MOST_JOINED = 30_000_000  # the same where options have several kinds of layers
 ROUNDING = 1e-9  # relative; of a quotient that should be a whole number of layers
 
 _Each = TypeVar("_Each")
-
-
-class OutOfTimeError(Exception):
-    """Time was up before all options were listed."""
 
 
 def has_one_row(problem: AssignmentProblem) -> bool:
