@@ -7,6 +7,7 @@ Every command calls this, so that they all refuse the same models. It needs no t
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from pathlib import Path
 
 from actors.stage.model_config import checked_end_tokens
@@ -47,12 +48,24 @@ def stored_note(shape: ModelShape) -> str | None:
             f"{shape.name}: weights are stored as {shape.decoded}; they are decoded, and rounded "
             "again to the bits of the plan"
         )
-    if stored is None or stored.mixed:
+    if stored is None:
         return None
-    kinds = [kind.stored for kind in shape.kind_shapes if kind.stored is not None]
-    beside = sorted({each.bits for kind in kinds for each in kind.linears} - {stored.bits})
+    layers, linears = Counter[int](), set[int]()
+    for kind, count in zip(shape.kind_shapes, shape.kind_counts, strict=True):
+        if kind.stored is not None:
+            layers[kind.stored.bits] += count
+            linears |= {each.bits for each in kind.stored.linears}
+    beside = sorted(linears - set(layers))
     also = f", beside linears of {', '.join(map(str, beside))} bits" if beside else ""
-    return f"{shape.name}: weights are stored as {stored.words}{also}; their codes are kept"
+    if len(layers) > 1:
+        each = ", ".join(f"{count} with {bits}" for bits, count in sorted(layers.items()))
+        also = f" ({each} bits){also}"
+    words = (
+        f"weights are stored as {stored.words}"
+        if len(layers) == 1
+        else (f"layers are stored with different bits ({stored.method})")
+    )
+    return f"{shape.name}: {words}{also}; their codes are kept"
 
 
 def left_out_note(model: str | Path) -> str | None:

@@ -155,6 +155,7 @@ def _kind_json(kind: ModelShape, layers: int) -> dict[str, Any]:
     experts = kind.experts
     return {
         "kind": kind.kind or None,
+        "stored_bits": None if kind.stored is None else kind.stored.bits,
         "layers": layers,
         "parameters": kind.layer_linear_parameters + kind.layer_other_parameters,
         "sliding_window": kind.sliding_window,
@@ -240,6 +241,8 @@ def _layer_facts(shape: ModelShape) -> Iterable[tuple[str, str]]:
         parameters = kind.layer_linear_parameters + kind.layer_other_parameters
         words = f"{count} of {parameters / 1e6:.4g} million parameters"
         words += f", {kind.kind.replace('_', ' ')}" if kind.kind else ""
+        if kind.stored is not None and shape.kinds:
+            words += f", stored with {kind.stored.bits} bits"
         if kind.sliding_window is not None and shape.kinds:
             words += f", over {kind.sliding_window} tokens"
         if kind.experts is not None:

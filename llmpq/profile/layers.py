@@ -71,6 +71,7 @@ class TimedKind:
 def timed_kinds(shape: ModelShape) -> tuple[TimedKind, ...]:
     """The kinds of layers of a model, those that take as long as one."""
     found: dict[LayerTerms, TimedKind] = {}
+    shape = shape.plain
     for kind, own in enumerate(shape.kind_shapes):
         alike = tuple(n for n, each in enumerate(shape.pattern) if each == kind)
         found.setdefault(LayerTerms.of(own), TimedKind(own, alike))

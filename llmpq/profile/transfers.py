@@ -59,7 +59,7 @@ def profile_loading(
             row
             for row in rows
             if (row.device, row.model, row.dtype, row.threads) == own
-            and (shape.kinds or row.checkpoint_bytes == 2 * shape.layer_parameters)
+            and (shape.plain.kinds or row.checkpoint_bytes == 2 * shape.layer_parameters)
         ]
 
     rows = read_table(path, LoadRow) if path.exists() else ()

@@ -147,7 +147,7 @@ def shape_for_plan(plan: PlanSpec, folder: Path) -> ModelShape:
         )
     chosen = [each for stage in all_stages(plan) for each in stage.choices]
     planned = {bits for each in chosen for bits in (each.bits, each.expert_bits)}
-    if shape.stored is not None and not shape.stored.mixed and planned != {shape.stored.bits}:
+    if shape.stored is not None and not shape.kinds and planned != {shape.stored.bits}:
         raise PlanMismatchError(
             f"{folder} is quantized already, all of it with {shape.stored.bits} bits, but the plan "
             f"has layers of {', '.join(map(str, sorted(planned)))}; plan for the checkpoint itself "

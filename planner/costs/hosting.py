@@ -74,7 +74,8 @@ def experts_bytes(shape: ModelShape, bits: int, processor: Processor, dtype: str
     if shape.experts is None:
         return 0
     each = (
-        rule_for(processor, bits, own, dtype).nbytes(own, dtype) for own in shape.expert_linears
+        rule_for(processor, own.stored_bits or bits, own, dtype).nbytes(own, dtype)
+        for own in shape.at(bits).expert_linears
     )
     return shape.experts.count * sum(each)
 

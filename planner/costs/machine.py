@@ -141,7 +141,8 @@ class Machine:
         rows = tokens * shape.experts.per_token / asked
         begun_s = _CPU_PRODUCT_S if self.accelerator.is_cpu else 0.0
         return asked * sum(
-            begun_s + self.linear_s(linear, bits, rows, backend) for linear in shape.expert_linears
+            begun_s + self.linear_s(linear, linear.stored_bits or bits, rows, backend)
+            for linear in shape.at(bits).expert_linears
         )
 
     def expert_launches(self, shape: ModelShape, bits: int, tokens: int) -> int:

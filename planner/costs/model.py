@@ -92,10 +92,15 @@ class CostModel:
         omega = self.sensitivity, self.expert_sensitivity
         return Placing(self.shape, self.options, *omega, self.experts_apart, hosting)
 
+    def is_usable(self, kind: ModelShape, bits: int) -> bool:
+        """Whether layers of a kind may have so many bits."""
+        return bits in self.bits if kind.stored is None else bits == kind.stored.bits
+
     @property
-    def _is_usable(self) -> BoolArray:
-        usable = self.bits
-        return np.array([bits in usable for bits in self.options.bits])
+    def _usable(self) -> BoolArray:
+        """Which bits layers of each kind may have: `[C, K]`."""
+        kinds, bits = self.shape.kind_shapes, self.options.bits
+        return np.array([[self.is_usable(kind, each) for each in bits] for kind in kinds])
 
     def head_stage(self, stages: int) -> int:
         return 0 if self.head_on_first else stages - 1
@@ -248,9 +253,11 @@ class CostModel:
             host_bytes, usable, joined = tables[3], tables[4] == 0, units.joined
         else:
             layers = rows.layer_seconds(devices)
-            tables = np.stack([layers[:, 0], layers[:, 1], self.layers_bytes(devices)])
+            held = self.layers_bytes(devices)
+            usable = np.broadcast_to(self._usable.reshape(-1), held.shape)
+            tables = np.stack([layers[:, 0], layers[:, 1], held, usable])
             tables, kinds = told_apart(tables, np.array(self.shape.kind_of_layer))
-            usable = self._is_usable
+            usable = tables[3] > 0
         return AssignmentProblem(
             prefill_s=tables[0],
             decode_s=tables[1],
@@ -282,7 +289,7 @@ class CostModel:
             return is_feasible(self._bytes_problem(devices, free))
         units = self.whole.placing.units
         each = self.layers_bytes(devices).reshape(len(devices), -1, len(self.options.bits))
-        smallest = units.summed(each[:, :, self._is_usable].min(axis=2))
+        smallest = units.summed(np.where(self._usable, each, np.inf).min(axis=2))
         return stages_hold(smallest, free, units.kind_of_unit, units.joined)
 
     def _bytes_problem(self, devices: Sequence[Device], free: FloatArray) -> AssignmentProblem:
@@ -327,7 +334,8 @@ class CostModel:
                 continue
             rows.append([])
             for bits, on_host in self.placing.unit_choices:
-                lacks = bits not in self.bits or on_host > (experts and can_host(device))
+                can = experts and can_host(device)
+                lacks = on_host > can or not self.is_usable(shape, bits)
                 held = experts_bytes(shape, bits, device.processor, dtype)
                 if on_host and not lacks:
                     rows[-1].append((0.0, hosted_bytes(shape, bits, dtype), False))

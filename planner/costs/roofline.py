@@ -173,7 +173,7 @@ class RooflineLatency(LatencyModel):
         return made_s + max(products_s, read_s)
 
     def _rest_s(self, machine: Machine, bits: int, tokens: int, phase: Phase) -> float:
-        shape = self.shape
+        shape = self.shape.at(bits)
         linears = sum(
             machine.linear_s(linear, linear.stored_bits or bits, tokens)
             for linear in shape.layer_linears

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import repeat
 
 from planner.cluster.device import Device
 from planner.costs.temporaries import KV_SCALE_BYTES
@@ -11,6 +12,7 @@ from planner.model.families import layer_factors
 from planner.model.shape import ModelShape
 from planner.workload import Workload
 from quant.backends.table import rule_for
+from quant.checkpoint.stored_config import WHOLE_ROW, StoredLinear
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, LinearShape, Processor
 
@@ -28,7 +30,7 @@ def layer_weight_bytes(
     """
     _check_one_kind(shape)
     packed = packed_bytes(shape, bits, device.processor, dtype, backend)
-    order = shape.layer_input_order_bytes if bits in _ORDERED_BITS else 0
+    order = _order_bytes(shape.at(bits))
     exact = 0 if shape.delta is None else shape.delta.exact_parameters
     exact += 0 if shape.experts is None else shape.experts.exact_parameters
     wider = exact * (_FLOAT32_BYTES - DTYPE_BYTES[dtype])
@@ -54,8 +56,21 @@ def packed_bytes(
             for linear in linears
         )
 
-    experts = 0 if shape.experts is None else shape.experts.count
-    return packed(shape.layer_linears) + experts * packed(shape.expert_linears)
+    experts, held = 0 if shape.experts is None else shape.experts.count, shape.at(bits)
+    return packed(held.layer_linears) + experts * packed(held.expert_linears)
+
+
+def _order_bytes(shape: ModelShape) -> int:
+    """Bytes of the indices of a layer's inputs where the columns of a group lie apart."""
+    stored = shape.stored
+    if stored is None or not stored.desc_act:
+        return 0
+    alike = repeat(StoredLinear(stored.bits, stored.group_size))
+    return sum(
+        4 * linear.in_features
+        for linear, own in zip(shape.layer_linears, stored.linears or alike, strict=False)
+        if own.bits in _ORDERED_BITS and own.group_size not in (WHOLE_ROW, linear.in_features)
+    )
 
 
 def _check_one_kind(shape: ModelShape) -> None:

@@ -228,8 +228,7 @@ def _folder_shape(folder: Path) -> ModelShape:
     tied = shape.tied_embeddings and not has_own_head(folder, shape.model_type)
     stored = read_stored_config(folder)
     if stored is not None:
-        plain = shape.with_all(stored=None, decoded="")
-        shape = as_stored(stored, plain, folder) or as_configured(stored, plain)
+        shape = as_stored(stored, shape.plain, folder) or as_configured(stored, shape.plain)
     return shape.with_all(tied_embeddings=tied)
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from planner.model.layer_parts import DeltaMixer, Experts, LatentAttention
-from quant.checkpoint.stored_config import WHOLE_ROW, StoredConfig
+from quant.checkpoint.stored_config import WHOLE_ROW, StoredConfig, StoredLinear
 from quant.common.errors import SpecError
 from quant.scheme import LinearShape, group_size
 
@@ -57,10 +57,11 @@ class ModelShape:
     `position_rows` are of a learned table (0: rotary or ALiBi); a `word_embedding_size` other than
     `hidden_size` has projections without bias between (OPT-350m). `norm_parameters` are of one norm
     over the hidden size, `qk_norm` of two over the head size. `sliding_window` None: all tokens.
-    `stored`: the codes of a quantized checkpoint, which stages keep; `decoded`: how weights are
-    stored that are decoded and rounded again. `alibi`: no length is its end. `activation_buffers`
-    of the MLP's width beside its result. `cut_groups`: columns of a rank that share a scale in
-    attention's output, in the MLP's last linear and in an expert's, where there are such
+    `stored`: the codes of a quantized checkpoint, of its kinds each its own, which stages keep at
+    those bits; `decoded`: how weights are stored of which none is kept. `alibi`: no length is its
+    end. `activation_buffers` of the MLP's width beside its result. `cut_groups`: columns of a rank
+    that share a scale in attention's output, in the MLP's last linear and in an expert's, where
+    there are such
     (`planner.model.tensor_parallel`).
     """
 
@@ -163,6 +164,36 @@ class ModelShape:
         counted = zip(self.kind_shapes, self.kind_counts, strict=True)
         return sum(count * of_kind(kind) for kind, count in counted)
 
+    @cached_property
+    def plain(self) -> ModelShape:
+        """This shape of a checkpoint that is not quantized: kinds that differ in nothing but what
+        is stored are one.
+        """
+        every = [replace(kind, stored=None, decoded="") for kind in self.kinds]
+        kinds = tuple(dict.fromkeys(every))
+        pattern = tuple(kinds.index(every[kind]) for kind in self.pattern)
+        if len(kinds) == 1:
+            kinds = pattern = ()
+        return replace(self, stored=None, decoded="", kinds=kinds, pattern=pattern)
+
+    def at(self, bits: int) -> ModelShape:
+        """Layers of one kind as a plan of `bits` holds them: with the codes that are stored where
+        `bits` are those of the layer or of a linear, the other linears rounded again.
+        """
+        stored = self.stored
+        if stored is None or bits == stored.bits:
+            return self
+        if bits not in self._at:
+            again = StoredLinear(bits, WHOLE_ROW)
+            own = tuple(each if each.bits == bits else again for each in stored.linears)
+            changed = replace(stored, bits=bits, group_size=WHOLE_ROW, linears=own)
+            self._at[bits] = replace(self, stored=changed)
+        return self._at[bits]
+
+    @cached_property
+    def _at(self) -> dict[int, ModelShape]:
+        return {}
+
     def with_all(self, **changes: Any) -> ModelShape:
         """Return this shape with what its kinds have in common changed."""
         kinds = tuple(replace(kind, **changes) for kind in self.kinds)
@@ -230,13 +261,6 @@ class ModelShape:
     @property
     def _output_place(self) -> int:
         return len(self._attention_linears()) - 1
-
-    @property
-    def layer_input_order_bytes(self) -> int:
-        """Bytes of the indices of a layer's inputs where the columns of a group lie apart."""
-        if self.stored is None or not self.stored.desc_act:
-            return 0
-        return sum(4 * linear.in_features for linear in self.layer_linears)
 
     @property
     def layer_linear_parameters(self) -> int:
@@ -317,6 +341,9 @@ class ModelShape:
         return (self.experts.count - self.experts.per_token) * each
 
     def fingerprint(self) -> str:
+        """A digest of the model, however its weights are stored."""
+        if self.stored is not None:
+            return self.plain.fingerprint()
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_IN_FINGERPRINT}
         for key in _NOT_IN_OLDER_ONES:
             if getattr(self, key) == getattr(type(self), key):

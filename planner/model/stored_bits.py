@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from planner.model.families import FAMILIES
 from planner.model.shape import ModelShape
 from quant.checkpoint.coded_weights import weight_tensors
-from quant.checkpoint.stored_config import StoredConfig, StoredLinear
+from quant.checkpoint.stored_config import WHOLE_ROW, StoredConfig, StoredLinear
 from quant.checkpoint.stored_tensors import stored_name
 from quant.scheme import FULL_BITS, LinearShape
 
@@ -30,8 +31,8 @@ def as_configured(config: StoredConfig, shape: ModelShape) -> ModelShape:
 
 
 def as_stored(config: StoredConfig, shape: ModelShape, folder: Path) -> ModelShape | None:
-    """Return `shape` with bits and groups of the weights in `folder`, as rules (`dynamic`) may
-    change them; `mixed` where layers of a kind differ. None where not all weights are here.
+    """Return `shape` with bits and groups of the weights in `folder`, which tell them whatever the
+    configuration says. None where not all weights are here.
     """
     tensors, base = weight_tensors(folder), FAMILIES[shape.model_type].architecture.base
     if any(tensor.shape is None for tensor in tensors.values()) or not tensors:
@@ -42,26 +43,44 @@ def as_stored(config: StoredConfig, shape: ModelShape, folder: Path) -> ModelSha
         own = None if found is None else tensors[found].linear
         return own or StoredLinear(FULL_BITS, linear.in_features)
 
-    return _of_layers(replace(config, mixed=False), shape, stored)
+    return _of_layers(config, shape, stored)
 
 
 def _of_layers(
     config: StoredConfig, shape: ModelShape, stored: Callable[[str, LinearShape], StoredLinear]
 ) -> ModelShape:
-    names = FAMILIES[shape.model_type].architecture
-    by_kind = [list[list[StoredLinear]]() for _ in shape.kind_shapes]
+    """Return `shape`, of whose kinds each has its own linears: layers of a kind that are stored
+    with other bits are another one. Groups are the finest of the layers.
+    """
+    names, found = FAMILIES[shape.model_type].architecture, list[list[StoredLinear]]()
     for index, kind in enumerate(shape.kind_of_layer):
         layer, linears = f"{names.layers_path}.{index}", _linears(shape.kind_shapes[kind])
-        by_kind[kind].append([stored(f"{layer}.{name}", linear) for name, linear in linears])
-    if all(own.bits == FULL_BITS for layers in by_kind for each in layers for own in each):
+        found.append([stored(f"{layer}.{name}", linear) for name, linear in linears])
+    if all(own.bits == FULL_BITS for linears in found for own in linears):
         return shape.with_all(stored=None, decoded=config.words)
-    if any(len({tuple(each.bits for each in own) for own in layers}) > 1 for layers in by_kind):
-        return shape.with_all(stored=replace(config, mixed=True))
-    finest = [
-        [min(place, key=lambda each: each.group_size) for place in zip(*layers, strict=True)]
-        for layers in by_kind
+    keys = [
+        (kind, tuple(own.bits for own in linears))
+        for kind, linears in zip(shape.kind_of_layer, found, strict=True)
     ]
-    return _of_linears(config, shape, finest)
+    order = sorted(dict.fromkeys(keys), key=lambda key: key[0])
+    kinds = []
+    for key in order:
+        alike = (linears for own, linears in zip(keys, found, strict=True) if own == key)
+        finest = [min(each, key=_group_size) for each in zip(*alike, strict=True)]
+        kinds.append(_with_linears(config, shape.kind_shapes[key[0]], finest))
+    if len(kinds) == 1 and not shape.kinds:
+        return kinds[0]
+    most = Counter(kinds[order.index(key)].stored for key in keys).most_common(1)[0][0]
+    return replace(
+        shape,
+        stored=most and replace(most, linears=()),
+        kinds=tuple(kinds),
+        pattern=tuple(map(order.index, keys)),
+    )
+
+
+def _group_size(linear: StoredLinear) -> float:
+    return inf if linear.group_size == WHOLE_ROW else linear.group_size
 
 
 def _linears(kind: ModelShape) -> list[tuple[str, LinearShape]]:
@@ -74,25 +93,16 @@ def _linears(kind: ModelShape) -> list[tuple[str, LinearShape]]:
     return [*found, *parts]
 
 
-def _of_linears(
-    config: StoredConfig, shape: ModelShape, by_kind: Sequence[Sequence[StoredLinear]]
+def _with_linears(
+    config: StoredConfig, kind: ModelShape, own: Sequence[StoredLinear]
 ) -> ModelShape:
-    """Return `shape` with each kind's own linears; bits of most weights, or `mixed` bits."""
-    weights, kinds = Counter[int](), list[ModelShape]()
-    for own, kind in zip(by_kind, shape.kind_shapes, strict=True):
-        for stored, (_, linear) in zip(own, _linears(kind), strict=True):
-            weights[stored.bits] += linear.parameters
-    usual = config.bits if config.bits in weights else weights.most_common(1)[0][0]
-    plain = replace(config, bits=usual, linears=())
-    if any(usual not in {each.bits for each in own} for own in by_kind):
-        return shape.with_all(stored=replace(plain, mixed=True))
-    for own, kind in zip(by_kind, shape.kind_shapes, strict=True):
-        both = [replace(kind, stored=each) for each in (plain, replace(plain, linears=tuple(own)))]
-        same = all(
-            one == other
-            for one, other in zip(*([x for _, x in _linears(each)] for each in both), strict=True)
-        )
-        kinds.append(both[0] if same else both[1])
-    if not shape.kinds:
-        return kinds[0]
-    return replace(shape, stored=plain, kinds=tuple(kinds))
+    """Return `kind` with linears that are stored so, named one by one where they are not alike."""
+    weights = Counter[int]()
+    for stored, (_, linear) in zip(own, _linears(kind), strict=True):
+        weights[stored.bits] += linear.parameters
+    plain = replace(config, bits=config.bits_of_layer(weights), linears=())
+    alike, each = (
+        replace(kind, stored=stored) for stored in (plain, replace(plain, linears=tuple(own)))
+    )
+    pairs = zip(_linears(alike), _linears(each), strict=True)
+    return alike if all(one == other for one, other in pairs) else each

@@ -141,7 +141,7 @@ def _kernels_and_bytes(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> l
     found = list(_fields_of(plan, stage, shape))
     if shape.stored is None or all(one == other for _, one, other, _ in found):
         return found
-    return list(_fields_of(plan, stage, shape.with_all(stored=None)))
+    return list(_fields_of(plan, stage, shape.plain))
 
 
 def _fields_of(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> Iterator[Derived]:

@@ -32,26 +32,18 @@ from quant.scheme import FULL_BITS, KV_BITWIDTHS
 
 
 def with_stored_bits(options: PlanOptions, shape: ModelShape) -> PlanOptions:
-    """The options with the bitwidth that `shape` is stored in; SpecError where it has several, or
-    `bits` leaves it out.
+    """The options with the bitwidths that layers of `shape` are stored in; SpecError where `bits`
+    leaves one out.
     """
-    stored = shape.stored
-    if stored is None:
-        return options
-    if stored.mixed:
+    stored = {kind.stored.bits for kind in shape.kind_shapes if kind.stored is not None}
+    missing = sorted(stored - set(options.bits))
+    if missing:
         raise SpecError(
-            f"{shape.name} is quantized already, with different bits for some of its layers, or by "
-            "rules (dynamic) of which only its weights, that are not here, tell what they change; "
-            "run it with the plan that it was quantized for (llmpq run --strat_file_name PLAN "
-            "--model FOLDER), or plan for the original 16-bit checkpoint"
-        )
-    if stored.bits not in options.bits:
-        raise SpecError(
-            f"{shape.name} is stored with {stored.bits} bits, which --bits "
-            f"{' '.join(map(str, options.bits))} leaves out; allow {stored.bits}, or plan for the "
+            f"{shape.name} has layers that are stored with {missing[0]} bits, which --bits "
+            f"{' '.join(map(str, options.bits))} leaves out; allow {missing[0]}, or plan for the "
             "original 16-bit checkpoint"
         )
-    return replace(options, bits=(stored.bits,))
+    return replace(options, bits=tuple(stored)) if stored else options
 
 
 _Found = TypeVar("_Found")

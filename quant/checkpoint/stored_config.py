@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quant.scheme import FULL_BITS
@@ -46,17 +47,16 @@ class Scheme:
 @dataclass(frozen=True)
 class StoredConfig:
     """`bits` and `group_size` (-1: whole rows) are most modules', `bits` FULL_BITS where there are
-    no integer codes: weights are decoded then, and rounded as those of other checkpoints. `mixed`:
-    layers may differ. With `desc_act` columns of a group may lie apart. `zero_offset` is added to
-    stored zeros. `linears`: of each, where they are not alike. The first of `schemes` that takes a
-    module tells how it is stored, unless it is `ignored`.
+    no integer codes: weights are decoded then, and rounded as those of other checkpoints. With
+    `desc_act` columns of a group may lie apart. `zero_offset` is added to stored zeros. `linears`:
+    of each of a layer, where they are not alike. The first of `schemes` that takes a module tells
+    how it is stored, unless it is `ignored`.
     """
 
     bits: int
     group_size: int
     desc_act: bool = False
     zero_offset: int = 0
-    mixed: bool = False
     linears: tuple[StoredLinear, ...] = ()
     method: str = GPTQ_METHOD
     schemes: tuple[Scheme, ...] = ()
@@ -74,6 +74,14 @@ class StoredConfig:
         blocks = {scheme.block for scheme in self.schemes if scheme.block is not None}
         each = " and ".join(f"{rows} x {columns}" for rows, columns in sorted(blocks))
         return f"{self.method}{f' in blocks of {each}' if each else ''}"
+
+    def bits_of_layer(self, weights: Mapping[int, int]) -> int:
+        """The bits by which a layer is known that has so many `weights` of each: those of most
+        modules of the model, if it has any, else those of most of its weights.
+        """
+        if self.bits in weights:
+            return self.bits
+        return max(weights, key=lambda bits: weights[bits], default=FULL_BITS)
 
     def scheme_of(self, module: str) -> Scheme | None:
         """How `module` is stored, by these settings; None: as it is."""

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,10 @@ def _gptq(values: Mapping[str, Any], place: str) -> StoredConfig:
         group_size=size,
         desc_act=bool(values.get("desc_act", False)),
         zero_offset=_ZERO_OFFSETS[layout],
-        mixed=_is_mixed(values.get("dynamic"), bits, place),
-        schemes=(Scheme(targets or (".*",), bits, size, symmetric=False),),
+        schemes=(
+            *_rules(values.get("dynamic"), bits, size, place),
+            Scheme(targets or (".*",), bits, size, symmetric=False),
+        ),
     )
 
 
@@ -319,20 +321,25 @@ def _modules(value: Any, place: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _is_mixed(rules: Any, bits: int, place: str) -> bool:
-    if not rules:
-        return False
+def _rules(given: Any, bits: int, size: int, place: str) -> Iterator[Scheme]:
+    """Yield what rules of GPTQModel say of modules whose names match their patterns: other bits or
+    groups, or, behind `-:`, that they are left as they are. The first one that matches counts.
+    """
+    rules = {} if given is None else given
     if not isinstance(rules, Mapping):
         raise SpecError(f"{place}: dynamic is {rules!r:.40}; it must be an object")
-    return any(
-        pattern.startswith("-:") or _bits_of(change, bits) != bits
-        for pattern, change in rules.items()
-        if "lm_head" not in pattern
-    )
-
-
-def _bits_of(change: Any, default: int) -> Any:
-    return change.get("bits", default) if isinstance(change, Mapping) else default
+    for pattern, change in rules.items():
+        if "lm_head" in pattern:  # which no bitwidth is planned for
+            continue
+        target = _target(f"re:{pattern.removeprefix('-:').removeprefix('+:')}", "dynamic", place)
+        if pattern.startswith("-:"):
+            yield Scheme((target,))
+            continue
+        own = change if isinstance(change, Mapping) else {}
+        where = f"{place}: dynamic.{pattern:.40}"
+        own_bits = _bits(own.get("bits", bits), STORED_BITS, "GPTQ", where)
+        own_size = _group_size(own.get("group_size", size), "group_size", where)
+        yield Scheme((target,), own_bits, own_size, symmetric=False)
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

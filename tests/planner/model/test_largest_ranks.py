@@ -79,6 +79,6 @@ def test_what_cannot_be_divided_is_refused() -> None:
     assert "4 ranks" in str(refusal(three, 4))
     with pytest.raises(SpecError, match="cannot be divided among 4 ranks"):
         rank_share(three, 4, 0)
-    stored = StoredConfig(4, 128, desc_act=True, zero_offset=1, mixed=False)
+    stored = StoredConfig(4, 128, desc_act=True, zero_offset=1)
     assert "desc_act" in str(refusal(replace(LLAMA, stored=stored), 2))
     assert refusal(LLAMA, 8) is None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from llmpq.model_check import checked_shape
+from llmpq.model_check import checked_shape, stored_note
 from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
@@ -81,10 +81,30 @@ def test_plain_checkpoints_keep_the_choice(tmp_path: Path) -> None:
     assert found.fingerprint() == shape(tmp_path).fingerprint()
 
 
-def test_mixed_bits_need_their_plan(tmp_path: Path) -> None:
+def test_rules_tell_layers_apart_without_weights(tmp_path: Path) -> None:
+    """A module of a layer that has other bits than the same one of another makes it another kind,
+    known by the bits of the configuration if it has any, and no other model.
+    """
     found = shape(tmp_path, dynamic={r"-:model\.layers\.1\..*": {}})
-    with pytest.raises(SpecError, match=r"rules \(dynamic\) of which only its weights"):
-        with_stored_bits(PlanOptions(), found)
+    assert (found.pattern, stored_by_layer(found)) == ((0, 1), [4, 16])
+    assert found.fingerprint() == shape(tmp_path).fingerprint()
+    assert found.plain == shape(tmp_path).plain
+    assert planned_bits(found, tmp_path) == (4, 16)
+    some = shape(tmp_path, dynamic={r".*layers\.1\.mlp\..*": {"bits": 8}})
+    assert stored_by_layer(some) == [4, 4]
+    assert [each.stored_bits for each in some.layer(1).layer_linears] == [None] * 4 + [8] * 3
+
+
+def stored_by_layer(found: ModelShape) -> list[int]:
+    return [each.stored.bits for i in range(found.layers) if (each := found.layer(i)).stored]
+
+
+def planned_bits(found: ModelShape, folder: Path) -> tuple[int, ...]:
+    """Of the layers of a plan for a T4, which is checked."""
+    cluster = ClusterSpec.from_counts(["T4"], [1])
+    plan = find_plan(cluster, found, str(folder), Workload(2, 8, 4), PlanOptions()).plan
+    check_plan(plan, found, "it")
+    return plan.stages[0].bitwidths
 
 
 IN_BLOCK = [
@@ -131,18 +151,15 @@ def with_weights(folder: Path, kinds: dict[str, tuple[int, int]], **entries: Any
 def test_the_weights_tell_what_rules_have_changed(tmp_path: Path) -> None:
     """Rules of GPTQModel for some modules of every layer: other bits, groups, or none."""
     rules = {r"-:.*down_proj": {}, r".*\.o_proj": {"bits": 8}, r"+:.*up_proj": {"group_size": 32}}
-    with pytest.raises(SpecError, match="rules"):
-        with_stored_bits(PlanOptions(), shape(tmp_path, dynamic=rules))
+    configured = shape(tmp_path, dynamic=rules)
     kinds = {"down_proj": (16, 0), "o_proj": (8, 128), "up_proj": (4, 32)}
     found = with_weights(tmp_path, kinds, dynamic=rules)
     q, k, v, o, gate, up, down = found.layer_linears
     assert [each.stored_bits for each in (q, k, v, gate, up)] == [None] * 5
     assert (o.stored_bits, down.stored_bits) == (8, 16)
     assert (gate.stored_group, up.stored_group) == (128, 32)
-    assert with_stored_bits(PlanOptions(), found).bits == (4,)
-    cluster = ClusterSpec.from_counts(["T4"], [1])
-    plan = find_plan(cluster, found, str(tmp_path), Workload(2, 8, 4), PlanOptions()).plan
-    check_plan(plan, found, "it")
+    assert found.layer_linears == configured.layer_linears
+    assert planned_bits(found, tmp_path) == (4, 4)
 
 
 def test_bits_that_none_but_a_few_have_are_not_those_of_a_layer(tmp_path: Path) -> None:
@@ -153,10 +170,17 @@ def test_bits_that_none_but_a_few_have_are_not_those_of_a_layer(tmp_path: Path) 
     assert [each.stored_bits for each in found.layer_linears] == [None, 3, *[None] * 5]
 
 
-def test_layers_of_different_bits_need_their_plan(tmp_path: Path) -> None:
-    found = with_weights(tmp_path, {"layers.1.mlp.up_proj": (8, 128)})
-    with pytest.raises(SpecError, match=r"different bits for some of its layers, .* run it with"):
-        with_stored_bits(PlanOptions(), found)
+def test_layers_of_different_bits_are_kinds(tmp_path: Path) -> None:
+    """By the weights, of which the configuration says nothing."""
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    kinds = {f"layers.1.{name}": (3, 64) for name in names}
+    found = with_weights(tmp_path, kinds | {f"layers.1.{name}": (8, 128) for name in mlp})
+    assert stored_by_layer(found) == [4, 8]
+    assert planned_bits(found, tmp_path) == (4, 8)
+    note = stored_note(found)
+    assert note is not None
+    assert "1 with 4, 1 with 8 bits), beside linears of 3 bits" in note
 
 
 @pytest.mark.parametrize("method", ["hqq", "torchao", "modelopt"])

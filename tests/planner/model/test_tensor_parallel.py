@@ -281,7 +281,7 @@ def test_rows_of_the_vocabulary() -> None:
 
 
 def stored(desc_act: bool, group: int = 128) -> StoredConfig:
-    return StoredConfig(4, group, desc_act, 1, False)
+    return StoredConfig(4, group, desc_act, 1)
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,13 @@ def test_plans_for_the_papers_clusters_agree(number: int) -> None:
 def test_a_plan_of_stored_bits_agrees() -> None:
     """So does one for the 16-bit original of what is stored."""
     original = model_shape("opt-125m")
-    stored = StoredConfig(4, 128, desc_act=False, zero_offset=1, mixed=False)
+    stored = StoredConfig(4, 128, desc_act=False, zero_offset=1)
     shape = replace(original, stored=stored)
     assert_agrees(planned(ClusterSpec.from_dict(MIXED), shape, SMALL)[0], shape)
     plan, _ = planned(ClusterSpec.from_dict(MIXED), original, SMALL, bits=[4])
     assert_agrees(plan, shape)
-    check_plan(plan, replace(shape, stored=replace(stored, mixed=True)))
+    kinds = tuple(replace(original, stored=replace(stored, bits=bits)) for bits in (4, 8))
+    assert_agrees(plan, replace(shape, kinds=kinds, pattern=(0, 1) * 6))
 
 
 def test_a_plan_made_again_agrees() -> None:

@@ -116,20 +116,36 @@ def test_auto_gptqs_own_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "mixed"),
+    ("rules", "stored"),
     [
-        ({}, False),
-        (None, False),
-        ({"-:lm_head": {}}, False),
-        ({r"+:model\.layers\.3\..*": {"group_size": 32}}, False),
-        ({r"+:model\.layers\.3\..*": {"bits": 8}}, True),
-        ({r".*\.layers\.3\..*": {"bits": 8}}, True),
-        ({r"-:model\.layers\.3\..*": {}}, True),
+        ({}, (4, -1)),
+        (None, (4, -1)),
+        ({"-:lm_head": {}, "lm_head": {"bits": 2}}, (4, -1)),
+        ({r"+:model\.layers\.3\..*": {"group_size": 32}}, (4, 32)),
+        ({r"+:model\.layers\.3\..*": {"bits": 8}}, (8, -1)),
+        ({r".*\.layers\.3\..*": {"bits": 8}, r"-:.*\.layers": {}}, (8, -1)),
+        ({r"-:model\.layers\.3\..*": {}, r".*": {"bits": 8}}, (16, -1)),
     ],
 )
-def test_rules_by_module(rules: Any, mixed: bool) -> None:
+def test_rules_by_module(rules: Any, stored: tuple[int, int]) -> None:
     entries = {"quant_method": "gptq", "bits": 4, "dynamic": rules}
-    assert parse_stored_config(entries, "x").mixed is mixed
+    found = parse_stored_config(entries, "x").scheme_of("model.layers.3.mlp.up_proj")
+    assert found is not None
+    assert (found.bits, found.group_size) == stored
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ([1], r"dynamic is \[1\]; it must be an object"),
+        ({"*": {}}, r"dynamic has 're:\*', no pattern"),
+        ({".*": {"bits": 5}}, r"dynamic\.\.\*: its GPTQ weights have 5 bits"),
+        ({".*": {"group_size": 0}}, r"dynamic\.\.\*: group_size is 0"),
+    ],
+)
+def test_rules_that_cannot_be(rules: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        parse_stored_config({"quant_method": "gptq", "bits": 4, "dynamic": rules}, "x")
 
 
 @pytest.mark.parametrize(

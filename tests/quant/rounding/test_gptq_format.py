@@ -269,7 +269,6 @@ def test_modules_of_other_bits_and_those_left_out_are_taken_as_they_are(
             assert error < (0.02 if stored == 8 else 0.001)
     shape = model_shape(tmp_path)
     assert shape.stored is not None
-    assert not shape.stored.mixed
     planned = [
         rule_for(PLAIN_CPU, each.stored_bits or 4, each, "float32").nbytes(each, "float32")
         for each in shape.layer_linears
