@@ -2,6 +2,7 @@
 transformers and bitsandbytes.
 
     python -m benchmarks.speed.loading [--bits 4 3 8] [--gib 1.5] [--threads 1] [--rounds 3]
+    python -m benchmarks.speed.loading --stored awq gptq compressed-tensors
 
 A LLaMA of random bfloat16 weights (hidden size 2048, one file a layer) is written to a temporary
 folder and loaded in a fresh process each time, all ways in turn, round after round; medians are
@@ -10,6 +11,8 @@ the disk then gave is in the column `read` (`/proc/self/io`). Seconds are from t
 the last, after imports, a warm-up on a tiny model and the module's construction; a run that writes
 the cache includes waiting for the disk (`fsync`). Memory is anonymous memory (resident less
 file-backed, `/proc/PID/statm`, looked at every 5 ms from outside) beyond that before loading.
+With `--stored` layers are LLaMA-7B's in random 4-bit codes of these formats, which are kept, and
+the ratio is to reading all files once.
 bitsandbytes and accelerate (`pip install bitsandbytes accelerate`) are left out where missing.
 """
 
@@ -60,7 +63,9 @@ HAS_PEER = all(importlib.util.find_spec(name) for name in ("bitsandbytes", "acce
 
 @dataclass(frozen=True)
 class Way:
-    """One way to load: by us or by `peer`; `cache` is none, write or hit."""
+    """One way to load: by us or by `peer`; `cache` is none, write or hit; `stored`: the format of a
+    quantized checkpoint.
+    """
 
     name: str
     bits: int
@@ -68,6 +73,7 @@ class Way:
     overlapped: bool = True
     cache: str = "none"
     peer: bool = False
+    stored: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,49 @@ def ways_of(bits: int) -> list[Way]:
     return found
 
 
+READING = "reading alone"
+
+
+def stored_ways(stored: str) -> list[Way]:
+    """Loading codes that are kept, and reading them."""
+    found = [Way(READING, 4, cold, stored=stored) for cold in (True, False)]
+    return found + [Way("overlapped", 4, cold, stored=stored) for cold in (True, False)]
+
+
+def stored_parts(stored: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """The tensors of a linear in random 4-bit codes, in groups of 128 with zeros."""
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32)
+
+    groups = columns // 128
+    scale = torch.rand(groups, rows).mul_(1e-2).half()
+    if stored == "awq":
+        codes, zeros = words(columns, rows // 8), words(groups, rows // 8)
+        return {"qweight": codes, "qzeros": zeros, "scales": scale}
+    if stored == "gptq":
+        codes, zeros = words(columns // 8, rows), words(groups, rows // 8)
+        order = torch.arange(columns, dtype=torch.int32) // 128
+        return {"qweight": codes, "qzeros": zeros, "scales": scale, "g_idx": order}
+    codes, zeros = words(rows, columns // 8), words(rows // 8, groups)
+    shape = torch.tensor([rows, columns])
+    names = ("weight_packed", "weight_zero_point", "weight_scale", "weight_shape")
+    return dict(zip(names, (codes, zeros, scale.t().contiguous(), shape), strict=True))
+
+
+def stored_entries(stored: str) -> dict[str, Any]:
+    """What `config.json` says of it."""
+    if stored == "compressed-tensors":
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+        group = {"targets": ["Linear"], "weights": {**weights, "symmetric": False}}
+        entries: dict[str, Any] = {"config_groups": {"group_0": group}, "format": "pack-quantized"}
+        return {"quant_method": stored, "ignore": ["lm_head"], **entries}
+    entries = {"quant_method": stored, "bits": 4, "group_size": 128}
+    if stored == "awq":
+        return {**entries, "version": "gemm", "zero_point": True}
+    return {**entries, "desc_act": False, "sym": False, "checkpoint_format": "gptq_v2"}
+
+
 def config_of(layers: int, hidden: int, vocabulary: int) -> LlamaConfig:
     """Shapes of TinyLlama-1.1B at hidden size 2048."""
     return LlamaConfig(
@@ -107,8 +156,10 @@ def config_of(layers: int, hidden: int, vocabulary: int) -> LlamaConfig:
     )
 
 
-def write_checkpoint(folder: Path, config: PretrainedConfig) -> None:
+def write_checkpoint(folder: Path, config: PretrainedConfig, stored: str = "") -> None:
     """A file for each layer and one for the rest; layers share their random values."""
+    if stored:
+        config.quantization_config = stored_entries(stored)
     config.save_pretrained(folder)
     with torch.device("meta"):
         parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
@@ -119,6 +170,10 @@ def write_checkpoint(folder: Path, config: PretrainedConfig) -> None:
         for name, parameter in parameters.items()
         if name.startswith(first) or ".layers." not in name
     }
+    for name, value in list(values.items()):
+        if stored and name.startswith(first) and value.dim() == 2:
+            parts = stored_parts(stored, *values.pop(name).shape)
+            values |= {f"{name.removesuffix('weight')}{part}": own for part, own in parts.items()}
     weight_map: dict[str, str] = {}
 
     def write(file: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -172,6 +227,10 @@ def load(
                 bnb_4bit_compute_dtype=torch.bfloat16,
             ),
         )
+    if way.name == READING:
+        print("begin", flush=True)
+        bring_into_memory([folder])
+        return None
     checkpoint = Checkpoint(folder)
     model: Any = empty_model(LlamaConfig.from_pretrained(folder))
     form = LayerForm(way.bits, local_processor(device), dtype_on(device), device, backend)
@@ -280,14 +339,19 @@ def table(results: dict[Way, list[Measured]]) -> str:
     lines = [header("bits | files | load | seconds | ratio | peak MiB | held MiB | read MiB")]
     medians = {way: median(samples) for way, samples in results.items()}
     base = {
-        (way.bits, way.cold): found.seconds
+        (way.stored, way.bits, way.cold): found.seconds
         for way, found in medians.items()
-        if way.name == "overlapped"
+        if way.name == (READING if way.stored else "overlapped")
     }
     for way, found in sorted(medians.items(), key=lambda each: (-each[0].bits, not each[0].cold)):
         sizes = (found.peak_bytes, found.held_bytes, found.disk_bytes)
-        cells = [str(way.bits), "cold" if way.cold else "warm", way.name, f"{found.seconds:.2f}"]
-        cells += [f"{found.seconds / base[way.bits, way.cold]:.2f}"]
+        cells = [
+            way.stored or str(way.bits),
+            "cold" if way.cold else "warm",
+            way.name,
+            f"{found.seconds:.2f}",
+        ]
+        cells += [f"{found.seconds / base[way.stored, way.bits, way.cold]:.2f}"]
         cells += [f"{size / MIB:.0f}" for size in sizes]
         lines.append(table_row(cells))
     return "\n".join(lines)
@@ -295,29 +359,34 @@ def table(results: dict[Way, list[Measured]]) -> str:
 
 def run(options: argparse.Namespace, folder: Path) -> None:
     """Write the checkpoints, load them in all ways, print the table."""
-    large, tiny, cache_folder = (folder / name for name in ("large", "tiny", "cache"))
+    tiny, cache_folder = folder / "tiny", folder / "cache"
+    hidden = 4096 if options.stored else 2048
     layer_bytes = sum(
         parameter.numel() * 2
-        for name, parameter in empty_model(config_of(1, 2048, 32000)).named_parameters()
+        for name, parameter in empty_model(config_of(1, hidden, 32000)).named_parameters()
         if ".layers." in name
     )
     layers = max(1, round(options.gib * 1024 * MIB / layer_bytes))
-    write_checkpoint(large, config_of(layers, 2048, 32000))
     write_checkpoint(tiny, config_of(TINY_LAYERS, 128, 96))
-    ways = [way for bits in options.bits for way in ways_of(bits)]
+    larges = {stored: folder / f"large{stored}" for stored in options.stored or ("",)}
+    for stored, large in larges.items():
+        write_checkpoint(large, config_of(layers, hidden, 32000), stored)
+    ways = [way for stored in options.stored for way in stored_ways(stored)]
+    ways = ways or [way for bits in options.bits for way in ways_of(bits)]
     results: dict[Way, list[Measured]] = {way: [] for way in ways}
     for _ in range(options.rounds):
         for way in ways:
             if way.cold and way.name == "sequential":  # the cache holds one bitwidth at a time
                 shutil.rmtree(cache_folder, ignore_errors=True)
-            sample = measure(way, large, tiny, cache_folder, options.threads)
+            sample = measure(way, larges[way.stored], tiny, cache_folder, options.threads)
             results[way].append(sample)
             print(way, sample, file=sys.stderr, flush=True)
-    stored = sum(path.stat().st_size for path in large.glob("*.safetensors"))
+    files = [path for large in larges.values() for path in large.glob("*.safetensors")]
+    stored_bytes = sum(path.stat().st_size for path in files)
     print(
         f"{processor_name()}, {options.threads} torch thread(s), "
         f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}; "
-        f"{layers} layers, {stored / MIB:.0f} MiB in bfloat16; "
+        f"{layers} layers, {stored_bytes / MIB:.0f} MiB of files; "
     )
     print(f"medians of {options.rounds} rounds, each load in its own process.\n")
     print(table(results))
@@ -332,6 +401,8 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bits", nargs="+", type=int, choices=(3, 4, 8), default=[4, 3, 8])
+    formats = ("awq", "gptq", "compressed-tensors")
+    parser.add_argument("--stored", nargs="+", choices=formats, default=[])
     parser.add_argument("--gib", type=float, default=1.5, help="of decoder layers in bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from quant.devices import ranges
+from quant.code_loops import CODES, in_parts, is_compiled, turning
+from quant.devices import ranges, row_blocks
 from quant.numba_loops import compiled_loop, has_numba, torch_threads
 
 BLOCK_ROWS = 64
@@ -43,6 +44,46 @@ _PRODUCT_WEIGHTS = 1 << 21
 _PRODUCT_ROWS = 256
 """Weights and rows decoded for one product: at least so many rows (below, products run slower), and
 for short rows as many as hold so many weights, 4 MB."""
+
+
+def pack_weight(codes: torch.Tensor) -> torch.Tensor:
+    """Pack all codes `[rows, in]` of a weight to uint8 `[rows, in / 2]`."""
+    rows, columns = codes.shape
+    blob = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    block, done = _interleaved_rows(), 0
+    if block and is_compiled(codes.numel()) and not columns % CODES:
+        done = rows // block * block
+        whole, packed = (each[:done].numpy().view(np.uint64) for each in (codes.contiguous(), blob))
+        in_parts(
+            _packing(block // 2), done // block, whole, packed.reshape(-1, columns, block // 16)
+        )
+    for part in row_blocks(rows - done, columns, codes.device, multiple=BLOCK_ROWS):
+        own = slice(done + part.start, done + part.stop)
+        blob[own] = pack_codes(codes[own])
+    return blob
+
+
+@functools.cache
+def _packing(half: int) -> Any:
+    """Compile the packing of blocks of codes uint64 `[rows, in / 8]` to uint64 `[blocks, in, half /
+    8]`: a byte has the codes of rows r and r + half of a block.
+    """
+    turn, four = turning(), np.uint64(4)
+
+    def pack(first: int, end: int, codes: Any, blob: Any) -> None:
+        eights = np.empty(CODES, np.uint64)
+        for block in range(first, end):
+            for place in range(codes.shape[1]):
+                for part in range(half // CODES):
+                    top = 2 * half * block + CODES * part
+                    for i in range(CODES):
+                        other = codes[top + half + i, place] << four
+                        eights[i] = codes[top + i, place] | other
+                    turn(eights)
+                    for i in range(CODES):
+                        blob[block, CODES * place + i, part] = eights[i]
+
+    return compiled_loop(pack, parallel=False, exact=True)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -207,11 +248,20 @@ class _Decoder:
         return self.values[: 2 * half].view(codes.shape).copy_(codes)
 
 
-@functools.cache
 def layout_is_known() -> bool:
+    return _interleaved_rows() == BLOCK_ROWS
+
+
+@functools.cache
+def _interleaved_rows() -> int:
+    """The rows whose codes the kernel of this CPU interleaves: 64 with AVX-512, 32 with AVX2 and 0
+    where it does otherwise.
+    """
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(16, (2 * BLOCK_ROWS, 64), generator=generator, dtype=torch.uint8)
-    scale_zero = torch.tensor([1.0, _MIDDLE], dtype=torch.bfloat16)
-    decoded = torch.empty(codes.shape, dtype=torch.bfloat16)
-    _Decoder(64, 32).fill(decoded, pack_codes(codes), scale_zero.expand(2, len(codes), 2))
-    return torch.equal(decoded, codes.bfloat16())
+    packed = pack_codes(codes).flatten()
+    for rows in (BLOCK_ROWS, HALF_ROWS):
+        low, high = codes.view(-1, 2, rows // 2, 64).unbind(1)
+        if torch.equal(packed, (low | high << 4).transpose(1, 2).flatten()):
+            return rows
+    return 0

@@ -18,6 +18,7 @@ from quant.backends.int4_layout import (
     multiply_many,
     pack_codes,
     pack_scale_zero,
+    pack_weight,
     product_rows,
     stretches,
     warm_up,
@@ -54,12 +55,8 @@ class Int4Pack(CanonicalPacked):
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
         assert canonical.zero is not None, "4-bit codes are affine"
-        codes = canonical.codes
-        rows, columns = codes.shape
-        packed = torch.empty(rows, columns // 2, dtype=torch.uint8)
-        for block in row_blocks(rows, columns, codes.device, multiple=BLOCK_ROWS):
-            packed[block] = pack_codes(codes[block])
-        return cls(packed, pack_scale_zero(canonical.scale, canonical.zero), canonical.group)
+        scale_zero = pack_scale_zero(canonical.scale, canonical.zero)
+        return cls(pack_weight(canonical.codes), scale_zero, canonical.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
