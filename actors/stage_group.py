@@ -51,7 +51,7 @@ class GroupOptions:
     the plan's. `recovery` says how `generate` goes on after faults, which `on_event` is told of.
     `policy` schedules the requests. `importance`: where that of the model is found, or kept once it
     is measured, for this group and others. `placement_s`: seconds to wait for resources to be
-    granted. `deterministic` and `cuda_graphs` as in `StageSpec`.
+    granted. `deterministic`, `cuda_graphs` and `adapter` as in `StageSpec`.
     """
 
     cache: CacheSettings = NO_CACHE
@@ -64,6 +64,7 @@ class GroupOptions:
     importance: ImportanceStore | None = None
     deterministic: bool = False
     cuda_graphs: bool = True
+    adapter: str | None = None
 
 
 Reserve = Callable[[], Reservation | ReservedPart]
@@ -190,6 +191,7 @@ class StageGroup(LiveGroup):
             parked_tokens=self._pipeline.sizes.parked_tokens,
             deterministic=self._options.deterministic,
             cuda_graphs=self._options.cuda_graphs,
+            adapter=self._options.adapter,
         )
         if self._plan.stand_in is None:
             return spec

@@ -95,6 +95,7 @@ class RunKeywords(SamplingKeywords, PromptingKeywords, total=False):
 
     model: str | None
     generation_config: GenerationConfigUse
+    adapter: str | Path | None
     address: str | None
     cache_dir: str | Path | None
     cache_limit_gib: float | None
@@ -119,10 +120,11 @@ class RunKeywords(SamplingKeywords, PromptingKeywords, total=False):
 
 
 class EvaluationKeywords(TypedDict, total=False):
-    """Options of `Plan.evaluate` on how weights are rounded: fields of `EvaluationOptions`."""
+    """Options of `Plan.evaluate` on its weights: fields of `EvaluationOptions`."""
 
     importance: str | Path | None
     cache_dir: str | Path | None
+    adapter: str | Path | None
 
 
 def lists_options(keywords: Any, *classes: Any) -> Callable[[F], F]:

@@ -14,10 +14,11 @@ from actors.stage.model_config import checked_end_tokens
 from planner.model.finding import model_config, model_shape
 from planner.model.shape import ModelShape
 from planner.model.weight_check import check_weights
+from quant.checkpoint.adapter import Adapter, no_merging
 from quant.checkpoint.model_reference import cached_snapshot, local_model, unfetched
 from quant.checkpoint.stored_tensors import other_parts, stored_tensors
 from quant.checkpoint.text_part import wrapper_of
-from quant.common.errors import SpecError
+from quant.common.errors import CheckpointError, SpecError
 
 
 def checked_shape(model: str | Path) -> ModelShape:
@@ -38,6 +39,18 @@ def checked_shape(model: str | Path) -> ModelShape:
         if told is not None:
             warnings.warn(told, stacklevel=1)  # always this line, so that it is shown once
     return shape
+
+
+def checked_adapter(given: str | Path | None, shape: ModelShape, folder: Path) -> str | None:
+    """The absolute folder of an adapter that is merged into the model in `folder`; without torch.
+    CheckpointError for one that is not taken, or a model whose weights are kept as they are.
+    """
+    if given is None:
+        return None
+    adapter = Adapter(given)
+    if shape.stored is not None:
+        raise CheckpointError(no_merging(adapter.folder, folder))
+    return str(adapter.folder)
 
 
 def stored_note(shape: ModelShape) -> str | None:

@@ -288,8 +288,8 @@ class Plan(Runs):
         those do not run here, plain products with their rounded weights stand for them
         (`Perplexity.represented`). Windows of `sequence_length` tokens (512, or as many as the
         model has positions) do not overlap; `max_tokens` cuts the text. `device`: auto, cpu or
-        cuda; `dtype`: auto (each stage's own), or a type for all. `kept`: `importance` and
-        `cache_dir`, as of a run, so that weights are rounded as its stages do. Raises
+        cuda; `dtype`: auto (each stage's own), or a type for all. `kept`: `importance`,
+        `cache_dir` and `adapter`, as of a run, so that weights are those of its stages. Raises
         `CheckpointError`, `PlanMismatchError`, `SpecError` and `InputError` of `llmpq.errors`.
         """
         from llmpq.quality.subjects import evaluate_plan

@@ -80,11 +80,12 @@ def measure_stage(
     """
     compute = Compute(device, getattr(torch, spec.dtype), processor)
     schemes = [LayerScheme(bits, spec.backends.get(bits)) for bits in spec.bitwidths]
-    return measure_layers(checkpoint, compute, spec.layers, schemes, hidden)
+    source = Checkpoint(checkpoint, spec.adapter)
+    return measure_layers(source, compute, spec.layers, schemes, hidden)
 
 
 def measure_layers(
-    checkpoint: Path,
+    checkpoint: Checkpoint | Path,
     compute: Compute,
     layers: range,
     schemes: Sequence[LayerScheme],
@@ -93,12 +94,13 @@ def measure_layers(
     """As `measure_stage`, for any `layers`; `schemes`, one a layer, are those of a checkpoint that
     is quantized already, and count for no other.
     """
-    stored = Checkpoint(checkpoint).keeps_codes
+    checkpoint = Checkpoint.of(checkpoint)
+    stored = checkpoint.keeps_codes
     dtype = compute.dtype
     own = compute if stored else compute.in_type(_fast_dtype(dtype, compute.processor))
     stream = LayerStream(checkpoint, own)
     if hidden is None:
-        sequences = random_sequences(model_shape(str(checkpoint)))
+        sequences = random_sequences(model_shape(str(checkpoint.folder)))
         token_ids = random_token_ids(stream.config, sequences, SEQUENCE_TOKENS)
         hidden = stream.embed(token_ids, dtype)
     hidden = hidden.to(own.dtype)

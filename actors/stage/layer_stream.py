@@ -83,11 +83,14 @@ class LayerStream:
     """
 
     def __init__(
-        self, checkpoint: str | Path, compute: Compute, tokens_at_once: int = TOKENS_AT_ONCE
+        self,
+        checkpoint: Checkpoint | str | Path,
+        compute: Compute,
+        tokens_at_once: int = TOKENS_AT_ONCE,
     ) -> None:
         self.compute = compute
         self._tokens_at_once = tokens_at_once
-        self._checkpoint = Checkpoint(checkpoint)
+        self._checkpoint = Checkpoint.of(checkpoint)
         self.config = read_config(self._checkpoint.folder)
         self._shared = SharedKeys.of(self.config)
         architecture = architecture_of(self.config)

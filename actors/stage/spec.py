@@ -31,7 +31,8 @@ class StageSpec:
     The stage is divided among `degree` ranks, of which this is number `rank`; the memory limit is
     that of the rank. Experts have `expert_bitwidths`, one a layer, where these are others; those of
     layers in `hosted_experts` lie in the host's memory, from where they stream to the device for
-    passes of `streams_from` tokens (None: never).
+    passes of `streams_from` tokens (None: never). `adapter`: the folder of one that is merged into
+    the weights.
     """
 
     index: int
@@ -58,6 +59,7 @@ class StageSpec:
     expert_bitwidths: tuple[int, ...] = ()
     hosted_experts: tuple[int, ...] = ()
     streams_from: int | None = None
+    adapter: str | None = None
 
     def windows(self, shape: ModelShape) -> tuple[dict[int, int], dict[int, int]]:
         """How many tokens each layer sees that does not see all, in a model of this shape; and the

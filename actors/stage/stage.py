@@ -79,7 +79,7 @@ class Stage:
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         config = read_config(checkpoint)
         self._shards = open_cache(cache)  # kept, so that the files in use stay in its folder
-        tensors = Checkpoint(checkpoint)
+        tensors = Checkpoint(checkpoint, spec.adapter)
         self._group: RankGroup = ALONE
         self._model = load_shard(spec, tensors, device, processor, self._shards, importance)
         shares, (windows, rooms) = shares_of(spec, tensors), spec.windows(model_shape(checkpoint))

@@ -51,6 +51,7 @@ from planner.optimiser.assignment import SolveOptions
 from planner.optimiser.solve import AssignmentProblem, solve_by
 from planner.profiles.sensitivity import default_sensitivity
 from quant.backends.table import fallback_rule
+from quant.checkpoint.reader import Checkpoint
 from quant.loading.emulated_kernels import LayerScheme
 from quant.rounding.importance import Importance
 from quant.rounding.indicators import (
@@ -212,7 +213,7 @@ def indicators_of(setting: Setting, calibration: Windows) -> dict[str, Matrix]:
     found, _ = measure_indicators(setting.model, text, forms, BITWIDTHS, compute)
     like = LayerScheme(dtype=torch.float32, rounding=setting.rounding)
     importance = setting.importance or importance_of(setting.model, shape)
-    alone = LayerAlone(setting.model, text, BITWIDTHS, like, importance)
+    alone = LayerAlone(Checkpoint(setting.model), text, BITWIDTHS, like, importance)
     measured = alone.divergence(CPU, every_bitwidth=True)
     partly = measured.copy()
     partly[..., BITWIDTHS.index(4)] = np.nan  # 3 and 8 bit are what llmpq indicator measures

@@ -36,6 +36,7 @@ from llmpq.rows.sampling import merge_sampling
 from llmpq.version import llmpq_version
 from quant.checkpoint.gguf.folder import gguf_index
 from quant.checkpoint.model_reference import is_local_model
+from quant.checkpoint.stored_tensors import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from quant.common.errors import CheckpointError, InputError
 
 MANIFEST_VERSION = 1
@@ -88,8 +89,13 @@ class JobIdentity:
         return f"{self.model}-{digest(content, FINGERPRINT_HEX)}"
 
 
-def model_digest(folder: Path, reference: str) -> str:
-    """Digest of configuration, tokenizer and weights of the checkpoint in `folder`.
+ModelNames = tuple[Path, str, str | None]
+"""The folder of a checkpoint, its name in a plan, and the folder of the adapter merged into it."""
+
+
+def model_digest(folder: Path, reference: str, adapter: str | None = None) -> str:
+    """Digest of configuration, tokenizer and weights of the checkpoint in `folder`, and of the
+    `adapter` that is merged into it.
 
     `reference` is what a plan calls it. Where the folder is a download of a hub repository, its
     name and commit stand for the weights, which need not be on this machine.
@@ -109,6 +115,9 @@ def model_digest(folder: Path, reference: str) -> str:
                 _add_samples(seen, path)
         else:
             seen.update(f"{reference}@{folder.name}".encode())
+        if adapter is not None:
+            seen.update((Path(adapter) / ADAPTER_CONFIG).read_bytes())
+            _add_samples(seen, Path(adapter) / ADAPTER_WEIGHTS)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     return seen.hexdigest()

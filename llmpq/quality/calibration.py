@@ -12,6 +12,7 @@ import numpy as np
 from actors.messages import Request
 from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.jobs.store import model_digest
+from llmpq.model_check import checked_adapter
 from llmpq.quality.options import SEQUENCE_LENGTH
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.text_windows import Document, TokenIds, Windows, read_documents, token_windows
@@ -110,7 +111,9 @@ def with_calibrated(
         return options
     reference = checkpoint_reference(plan, options.model)
     folder = resolve(reference)
-    if shape_for_plan(plan, folder).stored is not None:
+    shape = shape_for_plan(plan, folder)
+    adapter = checked_adapter(options.adapter, shape, folder)
+    if shape.stored is not None:
         return options
     if options.no_cache:
         raise SpecError(
@@ -124,16 +127,16 @@ def with_calibrated(
     documents = () if prompts is None else prompts(folder)
     seen = hashlib.sha256(repr(documents).encode()).hexdigest() if documents else "random ids"
     key = hashlib.sha256(
-        f"{model_digest(folder, reference)} {bits}{apart} {seen}".encode()
+        f"{model_digest(folder, reference, adapter)} {bits}{apart} {seen}".encode()
     ).hexdigest()
     target = options.cache.path / FOLDER / key[:32]
     if not (target / CONFIG_FILE).is_file():
-        _quantize(folder, target, (bits, experts), documents, progress)
-    return replace(options, model=str(target))
+        _quantize((folder, adapter), target, (bits, experts), documents, progress)
+    return replace(options, model=str(target), adapter=None)  # which the weights hold by now
 
 
 def _quantize(
-    folder: Path,
+    model: tuple[Path, str | None],
     target: Path,
     bits: tuple[Sequence[int], Sequence[int]],
     documents: Sequence[Document],
@@ -146,8 +149,10 @@ def _quantize(
     from llmpq.quality.quantize import Quantization, quantize_checkpoint
     from llmpq.quality.subjects import compute_of
     from planner.model.finding import model_shape
+    from quant.checkpoint.reader import Checkpoint
     from quant.scheme import GptqOptions
 
+    folder, adapter = model
     length = min(SEQUENCE_LENGTH, model_shape(str(folder)).max_positions)
     if documents:
         windows = token_windows(documents, None, length)
@@ -156,4 +161,4 @@ def _quantize(
         token_ids = random_token_ids(read_config(folder), _SEQUENCES, length)
     compute = compute_of("auto", "auto")
     wanted = Quantization(bits[0], token_ids, compute, GptqOptions(), bits[1])
-    quantize_checkpoint(folder, target, wanted, progress=progress)
+    quantize_checkpoint(Checkpoint(folder, adapter), target, wanted, progress=progress)

@@ -19,6 +19,7 @@ from llmpq.quality.text_windows import TokenIds, Windows
 from planner.model.finding import model_shape
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.table import rule_for
+from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme
@@ -35,7 +36,7 @@ from quant.scheme import FULL_BITS, LinearShape
 
 
 def measure_indicators(
-    checkpoint: str | Path,
+    checkpoint: Checkpoint | str | Path,
     token_ids: TokenIds,
     indicators: Mapping[str, Indicator],
     bitwidths: Sequence[int],
@@ -122,13 +123,13 @@ def stored_here(rounding: str, compute: Compute) -> Stored:
 
 @dataclass(frozen=True)
 class LayerAlone:
-    """A model in `folder` with the experts of one layer, or all else of it, quantized alone.
+    """A model with the experts of one layer, or all else of it, quantized alone.
 
     `token_ids` `[sequences, length]`, of which the first `ALONE_TOKENS` are used; `bitwidths`
     ascend; `like` has the type to compute in and the rounding, by `importance`.
     """
 
-    folder: Path
+    checkpoint: Checkpoint
     token_ids: TokenIds
     bitwidths: tuple[int, ...]
     like: LayerScheme
@@ -146,7 +147,7 @@ class LayerAlone:
         or at `every_bitwidth`; NaN at others, 0 at 16 bit and for experts that are not there.
         `progress` counts layers over all passes. Raises as `evaluate`.
         """
-        shape, length = model_shape(str(self.folder)), self.token_ids.shape[1]
+        shape, length = model_shape(str(self.checkpoint.folder)), self.token_ids.shape[1]
         some = self.token_ids[: max(1, ALONE_TOKENS // length)]
         windows = Windows(some, np.full(len(some), length))
         found = np.full((2, shape.layers, len(self.bitwidths)), np.nan)
@@ -173,7 +174,7 @@ class LayerAlone:
                 schemes[layer] = replace(self.like, bits=bits[0], expert_bits=bits[1])
                 subjects.append(self._subject(schemes))
             report = progress and partial(_report, progress, number, len(passes))
-            _, *results = evaluate(self.folder, windows, subjects, device, report)
+            _, *results = evaluate(self.checkpoint, windows, subjects, device, report)
             for cell, result in zip(cells, results, strict=True):
                 found[tuple(cell)] = max(0.0, result.divergence or 0.0)
         return found

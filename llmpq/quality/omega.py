@@ -20,6 +20,7 @@ from llmpq.quality.text_windows import Document, TokenIds
 from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
 from planner.profiles.sensitivity import FINGERPRINT_ENTRY, MeasuredPoint, OmegaContent
+from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.rounding.importance import Importance, save_importance
@@ -93,7 +94,8 @@ def measure_omega(
         compute = compute_of(options.device, options.dtype)  # refused before the text is tokenized
         windows = windows_of(calibration, folder, EvaluationOptions(options.sequence_length))
         sample = drawn_windows(windows, options.sequences, options.seed)
-        parts, measured, importance = _measured(folder, sample, options, compute, progress)
+        checkpoint = Checkpoint(folder, options.adapter)
+        parts, measured, importance = _measured(checkpoint, sample, options, compute, progress)
         provenance |= measured
         matrix, experts = parts.sum(axis=0), parts[1] if parts[1].any() else None
         if importance_file is not None:
@@ -101,6 +103,8 @@ def measure_omega(
             provenance[FINGERPRINT_ENTRY] = importance.fingerprint
     else:
         matrix = random_indicator(shape.layers, options.bits, options.seed)
+    if options.adapter is not None:
+        provenance["adapter"] = str(options.adapter)
     provenance |= {
         "seed": options.seed,
         "seconds": time.perf_counter() - began,
@@ -110,7 +114,7 @@ def measure_omega(
 
 
 def _measured(
-    folder: Path,
+    checkpoint: Checkpoint,
     sample: TokenIds,
     options: IndicatorOptions,
     compute: Compute,
@@ -120,14 +124,16 @@ def _measured(
     provenance, and the importance of all layers.
     """
     indicators = {options.method: _indicator(options, compute)}
-    found, layers = measure_indicators(folder, sample, indicators, options.bits, compute, progress)
+    found, layers = measure_indicators(
+        checkpoint, sample, indicators, options.bits, compute, progress
+    )
     fingerprint = token_digest(sample)
     seen = f"{sample.size} tokens, digest {fingerprint}"
-    importance = Importance(tuple(layers), seen, model_shape(str(folder)).fingerprint())
+    importance = Importance(tuple(layers), seen, model_shape(str(checkpoint.folder)).fingerprint())
     parts = found[options.method]
     if options.method == ERROR:
         like = LayerScheme(dtype=compute.dtype, rounding=options.rounding)
-        alone = LayerAlone(folder, sample, options.bits, like, importance)
+        alone = LayerAlone(checkpoint, sample, options.bits, like, importance)
         parts = in_nats(parts, alone.divergence(compute.device, progress))
     sequences, length = sample.shape
     provenance = _form(options) | {
@@ -161,10 +167,11 @@ def measure_points(
     is_error = content.provenance.get("method") == ERROR
     rounding = str(content.provenance["rounding"]) if is_error else ROUNDINGS[0]
     subjects = [bits_subject(bits, layers, device, options.dtype, rounding) for bits in chosen]
-    lowest = weighed(subjects[-1], (folder, str(folder)), options, device)
+    adapter = None if options.adapter is None else str(options.adapter)
+    lowest = weighed(subjects[-1], (folder, str(folder), adapter), options, device)
     subjects = [replace(subject, importance=lowest.importance) for subject in subjects]
     windows = windows_of(held_out, folder, options)
-    full, *others = evaluate(folder, windows, subjects, device, progress)
+    full, *others = evaluate(Checkpoint(folder, adapter), windows, subjects, device, progress)
     if full.windows < 2:
         raise SpecError(
             f"the held-out text has {full.tokens} tokens in one window, which tells no error; give "

@@ -18,8 +18,8 @@ AUTO = "auto"
 DEVICES = (AUTO, "cpu", "cuda")
 DTYPES = (AUTO, *DTYPE_BYTES)
 
-KEPT_OPTIONS = ("importance", "cache_dir")
-"""Options of an evaluation that say what weights are rounded by."""
+KEPT_OPTIONS = ("importance", "cache_dir", "adapter")
+"""Options of an evaluation that say what weights are, and what they are rounded by."""
 
 ERROR = "error"
 METHODS = ("variance", ERROR, "hessian", "random")
@@ -49,6 +49,9 @@ class EvaluationOptions:
         "measured)",
     )
     cache_dir: str | Path | None = option("DIR", "folder where stages keep what they measure")
+    adapter: str | Path | None = option(
+        "FOLDER", "LoRA adapter of PEFT that is merged into the weights"
+    )
 
     def __post_init__(self) -> None:
         check_compute(self.device, self.dtype)
@@ -83,6 +86,9 @@ class IndicatorOptions:
     seed: int = option("SEED", "of the draw of sequences, and of the method random", 0)
     device: str = option(DEVICES, "where to compute", AUTO)
     dtype: str = option(DTYPES, "type to compute in", AUTO)
+    adapter: str | Path | None = option(
+        "FOLDER", "LoRA adapter of PEFT that is merged into the weights"
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", tuple(sorted({*self.bits, FULL_BITS})))

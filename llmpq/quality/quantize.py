@@ -59,23 +59,25 @@ class Quantized:
 
 
 def quantize_checkpoint(
-    source: Path,
+    source: Checkpoint | Path,
     target: Path,
     wanted: Quantization,
     overwrite: bool = False,
     progress: ReportProgress | None = None,
 ) -> Quantized:
-    """Quantize the checkpoint in `source` into the folder `target`, which appears when complete.
+    """Quantize the checkpoint `source` into the folder `target`, which appears when complete.
 
     Raises `InputError` if `target` exists (unless `overwrite`) or
     cannot be written, `SpecError` for bits or text that cannot be used, `CheckpointError` for
     unusable weights.
     """
-    check_target(source, target, overwrite)
-    checkpoint = Checkpoint(source)
+    checkpoint = Checkpoint.of(source)
+    check_target(checkpoint.place, target, overwrite)
     if checkpoint.keeps_codes:
-        raise SpecError(f"{source} is quantized already; give the original 16-bit checkpoint")
-    stream = LayerStream(source, wanted.compute)
+        raise SpecError(
+            f"{checkpoint.place} is quantized already; give the original 16-bit checkpoint"
+        )
+    stream = LayerStream(checkpoint, wanted.compute)
     bitwidths = wanted.bitwidths
     if len(bitwidths) != stream.layers:
         raise SpecError(f"{len(bitwidths)} bitwidths for {stream.layers} layers; give one a layer")

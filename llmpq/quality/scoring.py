@@ -23,6 +23,7 @@ from torch import Tensor
 from actors.stage.layer_stream import LayerStream, Tail, compute_on
 from llmpq.quality.perplexity import Perplexity, ReportProgress
 from llmpq.quality.text_windows import Windows
+from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import LayerScheme
@@ -53,7 +54,7 @@ class Subject:
 
 
 def evaluate(
-    checkpoint: Path,
+    checkpoint: Checkpoint | Path,
     windows: Windows,
     subjects: Sequence[Subject],
     device: torch.device,

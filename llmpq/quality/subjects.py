@@ -10,6 +10,8 @@ import torch
 
 from actors.stage.importance import measure_layers, what_is_seen
 from actors.stage.layer_stream import compute_on
+from llmpq.jobs.store import ModelNames
+from llmpq.model_check import checked_adapter
 from llmpq.quality.options import (
     AUTO,
     SEQUENCE_LENGTH,
@@ -30,6 +32,7 @@ from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve
+from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.devices import local_processor, take_device
 from quant.loading.cache_settings import cache_settings
@@ -40,18 +43,18 @@ from quant.scheme import FULL_BITS, GPTQ, ROUNDINGS, WEIGHTED, Processor
 
 def weighed(
     subject: Subject,
-    model: tuple[Path, str],
+    model: ModelNames,
     options: EvaluationOptions,
     device: torch.device,
     plan: PlanSpec | None = None,
 ) -> Subject:
     """`subject` (of `plan`) with the importance that its layers are rounded by, if any is.
 
-    `model`: the checkpoint's folder and its name. Where importance has to be measured, `device`
+    Where importance has to be measured, `device`
     computes, and it is kept for stages and later evaluations. Raises as `importance_store`, and
     `CheckpointError` for weights that cannot be used.
     """
-    folder, _ = model
+    folder, _, adapter = model
     shape = model_shape(str(folder))
     if plan is not None and plan.rounding == GPTQ and shape.stored is None:
         raise SpecError(
@@ -73,7 +76,7 @@ def weighed(
     if found is None:
         own = [LayerScheme(each.bits, each.backend) for each in subject.layers]
         compute = compute_on(device, subject.embedding_dtype or torch.float32)
-        _, layers = measure_layers(folder, compute, range(len(own)), own)
+        _, layers = measure_layers(Checkpoint(folder, adapter), compute, range(len(own)), own)
         found = store.keep(layers, seen)
     return replace(subject, importance=found)
 
@@ -92,12 +95,12 @@ def evaluate_plan(
     """Perplexity of `plan` on `text`; see `llmpq.Plan.evaluate`."""
     reference = checkpoint_reference(plan, model)
     folder = resolve(reference)
-    shape_for_plan(plan, folder)
+    adapter = checked_adapter(options.adapter, shape_for_plan(plan, folder), folder)
     device = device_of(options.device)
     windows = windows_of(as_documents(text), folder, options)
     subject = plan_subject(plan, "plan", device, options.dtype)
-    subject = weighed(subject, (folder, reference), options, device, plan)
-    (result,) = evaluate(folder, windows, [subject], device)
+    subject = weighed(subject, (folder, reference, adapter), options, device, plan)
+    (result,) = evaluate(Checkpoint(folder, adapter), windows, [subject], device)
     return result
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from actors.messages import Sampling
 from actors.processes.placement import check_cpus
 from actors.stage.model_config import end_tokens
-from llmpq.jobs.store import JobIdentity, model_digest
+from llmpq.jobs.store import JobIdentity, ModelNames, model_digest
 from llmpq.lengths.sources import check_source
-from llmpq.model_check import checked_shape
+from llmpq.model_check import checked_adapter, checked_shape
 from llmpq.remote.session import joins_ray
 from llmpq.rows.sampling import JobSampling, job_sampling
 from llmpq.run.options import RunOptions
@@ -248,12 +248,13 @@ def check_machine(spec: Runnable, options: RunOptions, folder: Path) -> None:
 @dataclass(frozen=True)
 class RunModel:
     """The model that a run computes: `plan`, which for a fleet has the stages of all pipelines, the
-    `checkpoint` as all nodes know it, its `folder` here, the sampling of rows that have none, and
-    whether lengths of answers are predicted.
+    `checkpoint` and the `adapter` merged into it as all nodes know them, its `folder` here, the
+    sampling of rows that have none, and whether lengths of answers are predicted.
     """
 
     plan: PlanSpec
     checkpoint: str
+    adapter: str | None
     folder: Path
     sampling: JobSampling
     shape: ModelShape
@@ -278,12 +279,15 @@ def model_of_run(
     if is_started:
         check_machine(spec, options, folder)
     shape = shape_for_run(spec, sampling.sampling, folder, source)
+    adapter = checked_adapter(options.adapter, shape, folder)
+    if adapter is not None and plan.stand_in is not None:
+        raise SpecError(f"adapter has no effect: a stand-in computes; leave {adapter} out")
     if is_started:
         importance_file(plan, options.importance, options.cache, shape)
     predicts = PREDICTING in policies
     if predicts:
         check_source(options.predictor, folder, shape.vocab_size, options.save_predictor)
-    return RunModel(plan, checkpoint, folder, sampling, shape, predicts)
+    return RunModel(plan, checkpoint, adapter, folder, sampling, shape, predicts)
 
 
 def job_identity(spec: Runnable, options: RunOptions, source: str = "the plan") -> JobIdentity:
@@ -292,7 +296,7 @@ def job_identity(spec: Runnable, options: RunOptions, source: str = "the plan") 
     sampling, plan = found.sampling.sampling, found.plan
     most = sampling.max_new_tokens or plan.workload.new_tokens
     return JobIdentity(
-        model_digest(found.folder, found.checkpoint),
+        model_digest(found.folder, found.checkpoint, found.adapter),
         plan.model.name,
         replace(sampling, max_new_tokens=most),
         options.prompting.identity,
@@ -303,12 +307,12 @@ def importance_store(
     plan: PlanSpec,
     file: str | Path | None,
     cache: CacheSettings,
-    model: tuple[Path, str],
+    model: ModelNames,
     shape: ModelShape,
 ) -> ImportanceStore:
     """Where the stages of `plan` find importance, and keep what they measure.
 
-    `file`: one that was asked for; `model`: the checkpoint's folder and its name in the plan.
+    `file`: one that was asked for.
     Raises `SpecError` where it would not be used, `PlanMismatchError` where it is not what the plan
     was made with, `CheckpointError` for a file that cannot be used.
     """
@@ -350,10 +354,8 @@ def _is_needed(plan: PlanSpec, shape: ModelShape) -> bool:
     return any(each.needs_importance(shape.stored is not None) for each in plans)
 
 
-def measuring_store(
-    cache: CacheSettings, model: tuple[Path, str], shape: ModelShape
-) -> ImportanceStore:
-    """A store for what is measured of the model, whose folder and name are given."""
+def measuring_store(cache: CacheSettings, model: ModelNames, shape: ModelShape) -> ImportanceStore:
+    """A store for what is measured of the model."""
     from quant.rounding.importance import ImportanceStore
 
     if not cache.enabled:

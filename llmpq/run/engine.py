@@ -62,6 +62,7 @@ class CheckedModel:
         self.options, self._job = options, job
         self.listener: OnEvent = ignore_event
         self._importance: ImportanceStore | None = None
+        self._adapter = found.adapter
         self._checkpoint, self.folder, self._shape = found.checkpoint, found.folder, found.shape
         self.sampling, self.predicts = found.sampling, found.predicts
         notes = (left_out_note(self.folder), end_note(self.sampling.sampling, self.folder))
@@ -81,9 +82,9 @@ class CheckedModel:
         from quant.checkpoint.reader import Checkpoint
 
         if str(self.folder) == self._checkpoint:
-            Checkpoint(self.folder).check_files()
+            Checkpoint(self.folder, self._adapter).check_files()
         check_transformers_builds(self.folder)
-        model = (self.folder, self._checkpoint)
+        model = (self.folder, self._checkpoint, self._adapter)
         file, cache = self.options.importance, self.options.cache
         self._importance = importance_store(self._first_plan, file, cache, model, self._shape)
 
@@ -125,6 +126,7 @@ class CheckedModel:
             importance=self._importance,
             deterministic=options.deterministic,
             cuda_graphs=not options.no_cuda_graphs,
+            adapter=self._adapter,
         )
         return group_of(plan, self._checkpoint, group_options)
 

@@ -98,6 +98,9 @@ class RunOptions(PromptingOptions):
         "model",
         within=one_of(GENERATION_CONFIGS),
     )
+    adapter: str | Path | None = option(
+        "FOLDER", "LoRA adapter of PEFT that is merged into the weights while they are loaded"
+    )
     address: str | None = option(
         "ADDRESS", "Ray cluster to join, auto for the one on this machine (default: a local one)"
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from quant.checkpoint.adapter import Adapter, LowRank, is_of_layer, no_merging
 from quant.checkpoint.coded_weights import CodedWeight
 from quant.checkpoint.codes import GroupCodes
 from quant.checkpoint.decoding import CodedFiles, Rows
@@ -22,7 +23,14 @@ from quant.checkpoint.gguf.tensors import GgufTensors
 from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange, ReadAhead
 from quant.checkpoint.stored_methods import SETTINGS_FILES, read_stored_config
-from quant.checkpoint.stored_tensors import shard_path, spellings, stored_name, unreadable
+from quant.checkpoint.stored_tensors import (
+    other_parts,
+    shard_path,
+    spellings,
+    stored_name,
+    text_name,
+    unreadable,
+)
 from quant.checkpoint.tensor_files import SafetensorsFiles
 from quant.common.errors import CheckpointError
 from quant.common.files import FileIdentity
@@ -31,11 +39,11 @@ from quant.common.files import FileIdentity
 class Checkpoint:
     """The tensors of a folder of safetensors, a GGUF file or a hub id, of quantized weights what
     they stand for. `folder` has its settings, `place` is for messages; `keeps_codes`: linears have
-    integer codes, which stages keep. CheckpointError if there are no weights to read, SpecError for
-    a quantization that is not read.
+    integer codes, which stages keep. `adapter`: the folder of one that is added to its weights.
+    CheckpointError if there are no weights to read, SpecError for a quantization that is not read.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, adapter: str | Path | None = None) -> None:
         self.folder = resolve(path)
         self.place = model_place(self.folder)
         self._identities: dict[str, FileIdentity] = {}
@@ -51,19 +59,69 @@ class Checkpoint:
             self._files = plain if config is None else CodedFiles(plain, config, self.folder)
         self._file_of = self._files.file_of  # below the folder, or absolute
         self._hidden = self._files.hidden if isinstance(self._files, CodedFiles) else frozenset()
+        self._adapter = None if adapter is None else Adapter(adapter)
+        self._added = {} if self._adapter is None else self._added_to_weights(self._adapter)
+
+    @classmethod
+    def of(cls, source: Checkpoint | str | Path) -> Checkpoint:
+        return source if isinstance(source, Checkpoint) else cls(source)
+
+    def _added_to_weights(self, adapter: Adapter) -> dict[str, LowRank]:
+        """What `adapter` adds, by the names of stored weights."""
+        if self.keeps_codes:
+            raise CheckpointError(no_merging(adapter.folder, self.place))
+        found: dict[str, LowRank] = {}
+        for module, added in adapter.modules.items():
+            name = self._weight_of(module, adapter)
+            if name is None:
+                continue
+            if self.shape_of(name) != added.shape or name in found:
+                raise CheckpointError(
+                    f"adapter {adapter.folder} changes {module} by {list(added.shape)}, but "
+                    f"{name} in {self.place} is {list(self.shape_of(name))}; it is of another model"
+                )
+            found[name] = added
+        return found
+
+    def _weight_of(self, module: str, adapter: Adapter) -> str | None:
+        """The stored weight of a module of training; None in a part that is not run."""
+        weight, own = f"{module}.weight", text_name(f"{module}.weight")
+        if other_parts((weight,)):
+            return None
+        tried = ((weight, module.partition(".")[0]), (own, "model"))
+        found = (stored_name(self._file_of, *each) for each in tried)
+        name = next(filter(None, found), None)
+        if name is None or not is_of_layer(module):
+            why = "has no weight of that name" if name is None else "is taken of layers alone"
+            raise CheckpointError(
+                f"adapter {adapter.folder} changes {module:.200}: {self.place} {why}; give its "
+                "base model, or merge the adapter with peft (merge_and_unload, save_pretrained)"
+            )
+        return name
 
     def names(self) -> list[str]:
         return sorted(self._file_of.keys() - self._hidden)
 
     def check_files(self) -> None:
         self._files.check()
+        if self._adapter is not None:
+            self._adapter.check_values()
 
     def read(self, name: str) -> torch.Tensor:
         """Map a tensor (what is quantized is decoded to float32); copy it to keep it, and never
         write to it. CheckpointError if it is missing or damaged.
         """
         self._wait_for(name)
-        return self._files.read(name)
+        stored, added = self._files.read(name), self._added.get(name)
+        if added is None or self._adapter is None:
+            return stored
+        down, up = self._adapter.read(added)
+        return torch.addmm(stored.float(), up, down, alpha=added.scale)
+
+    def read_as_stored(self, name: str) -> torch.Tensor:
+        """As `read`, in the type of the file."""
+        found = self.read(name)
+        return found.to(self._files.read(name).dtype) if name in self._added else found
 
     def coded(self, module: str) -> CodedWeight | None:
         """How the weight of `module` is stored as integer codes; None where it is not."""
@@ -141,15 +199,19 @@ class Checkpoint:
         """
         file_of = {name: self._file_of[name] for name in self._stored_below(name_prefix)}
         files = {file: self._identity(file) for file in sorted(set(file_of.values()))}
-        for identity in files.values():
+        adapter = () if self._adapter is None else self._adapter.identities
+        for identity in (*files.values(), *adapter):
             identity.settle()
         settings = [self.folder / file for file in SETTINGS_FILES]
         content = [path.read_text("utf-8", "replace") for path in settings if path.is_file()]
         identities = {file: astuple(identity) for file, identity in files.items()}
-        return hashlib.sha256(json.dumps([file_of, identities, content]).encode()).hexdigest()
+        depends_on = [file_of, identities, content, *map(astuple, adapter)]
+        return hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()
 
     def is_unchanged(self, name_prefix: str) -> bool:
         files = {self._file_of[name] for name in self._stored_below(name_prefix)}
+        if self._adapter is not None and not self._adapter.is_unchanged:
+            return False
         try:
             return all(FileIdentity.of(self.folder / f) == self._identity(f) for f in files)
         except OSError:  # removed, or no longer readable

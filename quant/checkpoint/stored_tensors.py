@@ -19,7 +19,8 @@ from quant.common.errors import CheckpointError
 from quant.common.files import read_json_object
 
 ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_ADAPTER_FILES = (ADAPTER_WEIGHTS, "adapter_model.bin")
 
 _BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
 _OTHER_FORMATS = ("consolidated*.pth", "tf_model.h5", "flax_model*.msgpack", "*.ggml", "*.onnx")
@@ -35,9 +36,8 @@ def unread_weights(folder: Path) -> str | None:
         return None
     if (folder / ADAPTER_CONFIG).is_file() or _first(folder, _ADAPTER_FILES):
         return (
-            f"{folder} holds an adapter{_base_of(folder / ADAPTER_CONFIG)}, no whole model; merge "
-            "it into its base model (merge_and_unload of peft, then save_pretrained) and give that "
-            "folder"
+            f"{folder} holds an adapter{_base_of(folder / ADAPTER_CONFIG)}, no whole model; give "
+            "the base model as --model, and this folder as --adapter"
         )
     if _first(folder, _BIN_FILES):
         return (

@@ -152,7 +152,7 @@ class GptqWriter:
             own = self._full_name(stored).removeprefix(prefix)
             is_plain = own.removesuffix(".weight") not in weights or not own.endswith(".weight")
             if is_plain and stored not in replaced:
-                kept[prefix + own] = self._checkpoint.read(stored)
+                kept[prefix + own] = self._checkpoint.read_as_stored(stored)
         for name, weight in weights.items():
             for part, tensor in gptq_tensors(weight, int(self._options.symmetric)).items():
                 kept[f"{prefix}{name}.{part}"] = tensor
@@ -163,7 +163,9 @@ class GptqWriter:
         text = (stored for stored in self._checkpoint.names() if not other_parts((stored,)))
         full = {self._full_name(stored): stored for stored in text}
         rest = {name: stored for name, stored in full.items() if not name.startswith(layers)}
-        self._save({name: self._checkpoint.read(stored) for name, stored in rest.items()}, 0)
+        self._save(
+            {name: self._checkpoint.read_as_stored(stored) for name, stored in rest.items()}, 0
+        )
         write_index(self._target / INDEX_FILE, self._file_of, self.total_bytes)
         path, quantization = self._target / CONFIG_FILE, self._layout.configuration(self._options)
         config = text_entries(json.loads(path.read_text(encoding="utf-8")), str(path))

@@ -28,6 +28,7 @@ from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec
+from quant.checkpoint.adapter import Adapter
 from quant.checkpoint.model_folder import check_target
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
@@ -63,7 +64,9 @@ def _quantize(options: QuantizeCommand) -> int:
     from llmpq.quality.subjects import compute_of
     from quant.checkpoint.reader import Checkpoint
 
-    Checkpoint(folder).check_files()
+    adapter = None if options.adapter is None else str(Adapter(options.adapter).folder)
+    checkpoint = Checkpoint(folder, adapter)
+    checkpoint.check_files()
     if length is None:
         length = min(SEQUENCE_LENGTH, model_shape(str(folder)).max_positions)
     windows = token_windows(documents, load_tokenizer(folder), length)
@@ -77,7 +80,7 @@ def _quantize(options: QuantizeCommand) -> int:
         wanted = Quantization(
             bitwidths, torch.from_numpy(sample), compute, settings, expert_bitwidths
         )
-        made = quantize_checkpoint(folder, target, wanted, options.overwrite, progress.report)
+        made = quantize_checkpoint(checkpoint, target, wanted, options.overwrite, progress.report)
     seconds = time.perf_counter() - began
     again = command_line("llmpq", "plan", "--model", target)
     console().print(

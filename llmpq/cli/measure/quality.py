@@ -32,7 +32,7 @@ from llmpq.cli.measure.weight_options import (
 )
 from llmpq.cli.parser import made, taken
 from llmpq.cli.terminal import TaskProgress, finding
-from llmpq.model_check import checked_shape
+from llmpq.model_check import checked_adapter, checked_shape
 from llmpq.quality.calibration import calibration_documents
 from llmpq.quality.options import (
     ERROR,
@@ -56,6 +56,7 @@ from llmpq.run.checkpoint import (
 from planner.plan.spec import PlanSpec
 from planner.profiles.perplexity_fit import fit_perplexity
 from planner.profiles.sensitivity import FILE_ENTRY, OmegaContent, save_omega
+from quant.checkpoint.adapter import Adapter
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
 from quant.common.files import names_a_file
@@ -86,13 +87,15 @@ def _measure(options: IndicatorCommand, given: argparse.Namespace) -> int:
     with finding(options.model):
         folder = resolve(options.model)
     refuse_stored(checked_shape(folder), folder)
+    adapter = None if chosen.adapter is None else Adapter(chosen.adapter).folder
+    chosen = replace(chosen, adapter=adapter)
     held_out = read_documents(options.perplexity)
     calibration = calibration_documents(options.calibration, options.input, folder, prompting)
 
     from llmpq.quality.omega import measure_omega, measure_points
     from quant.checkpoint.reader import Checkpoint  # slow to load, as they need torch
 
-    Checkpoint(folder).check_files()
+    Checkpoint(folder, adapter).check_files()
     with TaskProgress("measuring sensitivity") as progress:
         if chosen.needs_text:
             effort = _effort(folder, chosen)
@@ -110,7 +113,12 @@ def _measure(options: IndicatorCommand, given: argparse.Namespace) -> int:
     save_omega(target, content)  # it took an hour; kept even if the second text fails
     if held_out:
         settings = EvaluationOptions(
-            chosen.sequence_length, options.max_tokens, chosen.device, chosen.dtype, importance
+            chosen.sequence_length,
+            options.max_tokens,
+            chosen.device,
+            chosen.dtype,
+            importance,
+            adapter=adapter,
         )
         with TaskProgress("measuring perplexity") as progress:
             most = settings.max_tokens
@@ -253,6 +261,7 @@ def _perplexities(options: EvaluateCommand, given: argparse.Namespace) -> list[P
     for _, plan in plans:
         shape_for_plan(plan, folder)
     shape = checked_shape(folder)
+    adapter = checked_adapter(settings.adapter, shape, folder)
     mixtures = [checked_bitwidths(_bitwidths(text), shape.layers) for text in options.bits]
     if settings.importance is not None and not plans:
         checked_fingerprint(Path(settings.importance), shape)
@@ -270,31 +279,30 @@ def _perplexities(options: EvaluateCommand, given: argparse.Namespace) -> list[P
     from quant.checkpoint.reader import Checkpoint
 
     device = device_of(settings.device)
-    checkpoint = (folder, reference)
+    checkpoint = Checkpoint(folder, adapter)
+    checkpoint.check_files()
+    named = (folder, reference, adapter)
     with TaskProgress("finding what weights are rounded by"):
         subjects = [
-            weighed(
-                plan_subject(plan, name, device, settings.dtype), checkpoint, settings, device, plan
-            )
+            weighed(plan_subject(plan, name, device, settings.dtype), named, settings, device, plan)
             for name, plan in plans
         ]
         subjects += [
             weighed(
                 bits_subject(bitwidths, shape.layers, device, settings.dtype, options.rounding),
-                checkpoint,
+                named,
                 settings,
                 device,
             )
             for bitwidths in mixtures
         ]
-    Checkpoint(folder).check_files()
     windows = windows_of(documents, folder, settings)
     with TaskProgress("evaluating") as progress:
         effort = Effort(shape, operations_per_s(compute_on(device, torch.float32)))
         tokens = int(windows.counts.sum())
         progress.say_expected(effort.evaluation_s(tokens, [each.layers for each in subjects]))
         progress.report(0, shape.layers)
-        return evaluate(folder, windows, subjects, device, progress.report)
+        return evaluate(checkpoint, windows, subjects, device, progress.report)
 
 
 def _bitwidths(text: str) -> list[int]:

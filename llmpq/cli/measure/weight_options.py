@@ -64,7 +64,7 @@ _INDICATOR_EXAMPLES = (
     "      --perplexity held_out.txt -o omega.json",
 )
 _INDICATOR_GROUPS = {
-    "model and texts": f"model calibration input {_PROMPTING} perplexity sequences "
+    "model and texts": f"model adapter calibration input {_PROMPTING} perplexity sequences "
     "sequence_length max_tokens",
     "output": "output importance",
     "method": "method bits rounding scheme scales seed",
@@ -145,7 +145,7 @@ _QUANTIZE_EXAMPLES = (
     "%(prog)s --model opt-30b --bits 4 --calibration text.txt -o opt-30b-4bit",
 )
 _QUANTIZE_GROUPS = {
-    "model and bits": "plan bits model",
+    "model and bits": "plan bits model adapter",
     "calibration": f"calibration input {_PROMPTING} sequences sequence_length seed",
     "output": "output overwrite",
     "rounding": "symmetric no_act_order damping",
@@ -160,6 +160,9 @@ class QuantizeCommand(CalibrationCommand):
     )
     bits: tuple[int, ...] | None = option(
         BITWIDTHS, "without a plan: one number for all layers, or one for each"
+    )
+    adapter: str | Path | None = option(
+        "FOLDER", "LoRA adapter of PEFT that is merged into the weights"
     )
     sequences: int = option("COUNT", "sequences of the text to calibrate on", SEQUENCES)
     sequence_length: int | None = option(
@@ -196,7 +199,7 @@ _EVALUATE_EXAMPLES = (
     "%(prog)s --model /models/opt-1.3b --bits 16 8 4 --text held_out.txt",
 )
 _EVALUATE_GROUPS = {
-    "what to evaluate": "plan bits model",
+    "what to evaluate": "plan bits model adapter",
     "text": "text sequence_length max_tokens",
     "output": "json",
     "rounding": "rounding importance cache_dir",

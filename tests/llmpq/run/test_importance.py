@@ -140,7 +140,7 @@ def keep(tiny: tuple[Path, Any], path: Path, scale: float = 1.0) -> Importance:
 def known(plan: Plan, file: Path | None, cache: Path, tiny: tuple[Path, Any]) -> str:
     shape = model_shape(str(tiny[0]))
     settings = CacheSettings(str(cache))
-    store = importance_store(plan.spec, file, settings, (tiny[0], str(tiny[0])), shape)
+    store = importance_store(plan.spec, file, settings, (tiny[0], str(tiny[0]), None), shape)
     assert store.known is not None
     return store.known.fingerprint
 

@@ -18,9 +18,9 @@ FOLDERS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     ),
     "an adapter": (
         {"adapter_config.json": '{"base_model_name_or_path": "a/b"}', "adapter_model.bin": ""},
-        ("adapter of a/b", "merge"),
+        ("adapter of a/b", "--adapter"),
     ),
-    "an adapter of nobody": ({"adapter_config.json": "["}, ("holds an adapter, ", "merge")),
+    "an adapter of nobody": ({"adapter_config.json": "["}, ("holds an adapter, ", "--adapter")),
     "shards without index": (
         {"model-00001-of-00002.safetensors": "", "model-00002-of-00002.safetensors": ""},
         ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "download"),
