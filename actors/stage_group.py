@@ -140,7 +140,7 @@ class StageGroup(LiveGroup):
         for stage in self.stages:
             stage.start()
         shape = model_shape(self._checkpoint)
-        if self._plan.needs_importance(shape.stored is not None):
+        if self._plan.needs_importance(shape):
             self._hand_out_importance(what_is_seen(shape))
         self._repair.load_and_link(LOAD_S)
 

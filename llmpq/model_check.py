@@ -78,7 +78,10 @@ def stored_note(shape: ModelShape) -> str | None:
         if len(layers) == 1
         else (f"layers are stored with different bits ({stored.method})")
     )
-    return f"{shape.name}: {words}{also}; their codes are kept"
+    return (
+        f"{shape.name}: {words}{also}; where a plan gives layers these bits their codes are kept, "
+        "elsewhere they are decoded and rounded again"
+    )
 
 
 def left_out_note(model: str | Path) -> str | None:

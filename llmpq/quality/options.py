@@ -129,12 +129,11 @@ def check_draw(sequences: int, seed: int) -> None:
 
 
 def refuse_stored(shape: ModelShape, folder: Path) -> None:
-    """Raise `SpecError` for a checkpoint whose bits are not chosen any more."""
+    """Raise `SpecError` for a checkpoint whose weights are not those that are rounded."""
     if shape.stored is not None:
         raise SpecError(
-            f"{folder} is quantized already, and plans keep the bits that it has: there is nothing "
-            "to choose by sensitivities; plan for it without --omega_file, or measure the 16-bit "
-            "checkpoint that it was made of"
+            f"{folder} is quantized already; measure the 16-bit checkpoint that it was made of, "
+            "whose --omega_file plans of both take, or plan for it without one"
         )
 
 

@@ -30,6 +30,7 @@ from llmpq.run.checkpoint import (
 )
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.reader import Checkpoint
@@ -61,7 +62,7 @@ def weighed(
             f"{subject.name} is calibrated before a run; make its checkpoint with llmpq quantize "
             "and pass that folder as --model"
         )
-    if not any(_needs(scheme, shape.stored is not None) for scheme in subject.layers):
+    if not any(_needs(scheme, shape.layer(i)) for i, scheme in enumerate(subject.layers)):
         return subject
     cache = cache_settings(options.cache_dir, None, False)
     if plan is not None:
@@ -81,9 +82,9 @@ def weighed(
     return replace(subject, importance=found)
 
 
-def _needs(scheme: LayerScheme, stored: bool) -> bool:
-    rounds = scheme.rounds and not stored and scheme.rounding == WEIGHTED
-    return rounds or scheme.kv_bits != FULL_BITS
+def _needs(scheme: LayerScheme, kind: ModelShape) -> bool:
+    rounds = any(map(kind.rounds, (scheme.bits, scheme.of_experts.bits)))
+    return (rounds and scheme.rounding == WEIGHTED) or scheme.kv_bits != FULL_BITS
 
 
 def evaluate_plan(

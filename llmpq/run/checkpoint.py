@@ -145,13 +145,12 @@ def shape_for_plan(plan: PlanSpec, folder: Path) -> ModelShape:
             f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} "
             "layers); plan again for this model or pass --model"
         )
-    chosen = [each for stage in all_stages(plan) for each in stage.choices]
-    planned = {bits for each in chosen for bits in (each.bits, each.expert_bits)}
-    if shape.stored is not None and not shape.kinds and planned != {shape.stored.bits}:
+    if plan.rounding == GPTQ and shape.stored is not None and plan.rounded_layers(shape):
         raise PlanMismatchError(
-            f"{folder} is quantized already, all of it with {shape.stored.bits} bits, but the plan "
-            f"has layers of {', '.join(map(str, sorted(planned)))}; plan for the checkpoint itself "
-            "or pass the original 16-bit one as --model"
+            f"{folder} is quantized with other bits than the plan gives layer "
+            f"{plan.rounded_layers(shape)[0]}, and rounding {GPTQ} needs weights that are not "
+            "quantized; pass the checkpoint that llmpq quantize made for this plan, or the "
+            "original 16-bit one, as --model"
         )
     return shape
 
@@ -351,7 +350,7 @@ def importance_file(
 
 def _is_needed(plan: PlanSpec, shape: ModelShape) -> bool:
     plans = [*parts_of(plan), *(() if plan.long_rows is None else (plan.long_rows,))]
-    return any(each.needs_importance(shape.stored is not None) for each in plans)
+    return any(each.needs_importance(shape) for each in plans)
 
 
 def measuring_store(cache: CacheSettings, model: ModelNames, shape: ModelShape) -> ImportanceStore:
@@ -367,7 +366,7 @@ def _unused(plan: PlanSpec, shape: ModelShape) -> str:
     if plan.stand_in is not None:
         return "a stand-in computes, at 16 bit"
     if shape.stored is not None:
-        return "the checkpoint is quantized already"
+        return "the plan keeps the codes of the checkpoint, or rounds otherwise"
     return f"the plan rounds {plan.rounding}, or nothing"
 
 

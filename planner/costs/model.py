@@ -93,8 +93,10 @@ class CostModel:
         return Placing(self.shape, self.options, *omega, self.experts_apart, hosting)
 
     def is_usable(self, kind: ModelShape, bits: int) -> bool:
-        """Whether layers of a kind may have so many bits."""
-        return bits in self.bits if kind.stored is None else bits == kind.stored.bits
+        """Whether layers of a kind may have so many bits: those that are usable, and those that
+        they are stored with, by which they lose nothing.
+        """
+        return bits in self.bits or (kind.stored is not None and not kind.rounds(bits))
 
     @property
     def _usable(self) -> BoolArray:

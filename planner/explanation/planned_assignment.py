@@ -145,7 +145,7 @@ def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
         theta=plan.solver.theta,
         head_on_first=plan.head_on_first,
         options=options,
-        usable_bits=_usable_bits(plan, costs.options.bits),
+        usable_bits=_usable_bits(plan, costs),
     )
     devices = grouped_cluster(costs.cluster, [stage.device_names for stage in plan.stages]).devices
     bounds = [*(stage.layers.start for stage in plan.stages), plan.model.layers]
@@ -161,11 +161,17 @@ def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
     )
 
 
-def _usable_bits(plan: PlanSpec, bits: Sequence[int]) -> tuple[int, ...] | None:
+def _usable_bits(plan: PlanSpec, costs: CostModel) -> tuple[int, ...] | None:
     if plan.beside.quality in (None, "fast"):
         return None
-    used = _used_bits(plan)
-    return next(usable for usable in bits_by_quality(bits) if used <= set(usable))
+    used = [
+        (costs.shape.layer(layer), bits)
+        for stage in plan.stages
+        for layer, each in zip(stage.layers, stage.choices, strict=True)
+        for bits in (each.bits, each.expert_bits)
+    ]
+    every = (replace(costs, usable_bits=bits) for bits in bits_by_quality(costs.options.bits))
+    return next(each.bits for each in every if all(each.is_usable(*own) for own in used))
 
 
 def _used_bits(plan: PlanSpec) -> set[int]:

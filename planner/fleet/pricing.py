@@ -65,7 +65,7 @@ class Pricing:
     @property
     def worst_sensitivity(self) -> float:
         """Sum with the fewest bits; 1 where bits cost none."""
-        return float(self.costs.sensitivity[:, 0].sum()) or 1.0
+        return float(self.costs.sensitivity.max(axis=1).sum()) or 1.0
 
     def costs_of(self, make_up: MakeUp) -> CostModel:
         devices = example_devices(make_up, self.pools.kinds)
@@ -115,7 +115,7 @@ class Pricing:
         return max(LEAST_SOLVE_S, min(ONE_S * max(1.0, devices / FEW_DEVICES), left_s))
 
     def _seconds_per_sensitivity(self, make_up: MakeUp, costs: CostModel) -> float:
-        worst = float(costs.sensitivity[:, 0].sum())
+        worst = float(costs.sensitivity.max(axis=1).sum())
         if make_up in self._seconds and worst:
             return self._seconds[make_up] / worst
         return seconds_per_sensitivity(costs)

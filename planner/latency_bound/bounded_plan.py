@@ -36,7 +36,7 @@ from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule, Schedule
 from planner.search.remedies import naming_remedies
 from planner.search.request import (
     PlanningRequest,
-    check_stored,
+    check_rounding,
     costs_of,
     files_of_costs,
     has_free_experts,
@@ -138,7 +138,7 @@ def find_bounded_plan(
     `BoundNotMetError` with the least feasible bound, `InfeasibleError` where nothing fits.
     """
     options = bounded_options(options)
-    check_stored(shape, options)
+    check_rounding(shape, options)
     planned = PlanningRequest.of(cluster, shape, job_of(request), options)
 
     try:

@@ -13,23 +13,15 @@ from typing import Any
 from planner.model.layer_parts import DeltaMixer, Experts, LatentAttention
 from quant.checkpoint.stored_config import WHOLE_ROW, StoredConfig, StoredLinear
 from quant.common.errors import SpecError
-from quant.scheme import LinearShape, group_size
+from quant.scheme import FULL_BITS, LinearShape, group_size
 
 MAX_LAYERS = 2**12
 MAX_SIZE = 2**24
 """Limits far beyond any model: larger numbers are typing errors."""
 
-_NOT_IN_FINGERPRINT = frozenset(
-    {
-        "name",
-        "max_positions",
-        "sliding_window",
-        "stored",
-        "decoded",
-        "alibi",
-        "activation_buffers",
-        "cut_groups",
-    }
+_NOT_IN_FINGERPRINT = (
+    *("name", "max_positions", "sliding_window", "stored", "decoded", "alibi"),
+    *("activation_buffers", "cut_groups"),
 )
 _NOT_IN_OLDER_ONES = (
     *("kind", "kinds", "pattern", "joined", "experts", "delta", "layer_norms", "fused_mlp"),
@@ -39,15 +31,8 @@ _NOT_IN_OLDER_ONES = (
 """Fields that enter the fingerprint only where they say something, so that plans from before them
 keep theirs."""
 _POSITIVE = (
-    "layers",
-    "hidden_size",
-    "intermediate_size",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "vocab_size",
-    "max_positions",
-    "word_embedding_size",
+    *("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim"),
+    *("vocab_size", "max_positions", "word_embedding_size"),
 )
 
 
@@ -166,9 +151,7 @@ class ModelShape:
 
     @cached_property
     def plain(self) -> ModelShape:
-        """This shape of a checkpoint that is not quantized: kinds that differ in nothing but what
-        is stored are one.
-        """
+        """This shape as of weights that are not quantized: kinds that differ by them are one."""
         every = [replace(kind, stored=None, decoded="") for kind in self.kinds]
         kinds = tuple(dict.fromkeys(every))
         pattern = tuple(kinds.index(every[kind]) for kind in self.pattern)
@@ -177,8 +160,8 @@ class ModelShape:
         return replace(self, stored=None, decoded="", kinds=kinds, pattern=pattern)
 
     def at(self, bits: int) -> ModelShape:
-        """Layers of one kind as a plan of `bits` holds them: with the codes that are stored where
-        `bits` are those of the layer or of a linear, the other linears rounded again.
+        """Layers of one kind as a plan of `bits` holds them: as they are stored where the layer
+        has as many, or a linear; other linears are rounded again.
         """
         stored = self.stored
         if stored is None or bits == stored.bits:
@@ -189,6 +172,13 @@ class ModelShape:
             changed = replace(stored, bits=bits, group_size=WHOLE_ROW, linears=own)
             self._at[bits] = replace(self, stored=changed)
         return self._at[bits]
+
+    def rounds(self, bits: int, linears: slice = slice(None)) -> bool:
+        """Whether a plan of `bits` rounds some of the `linears` of layers of this kind."""
+        stored = self.stored
+        if stored is None or bits in (FULL_BITS, stored.bits):
+            return stored is None and bits != FULL_BITS
+        return any(each.bits != bits for each in stored.linears[linears] or (stored,))
 
     @cached_property
     def _at(self) -> dict[int, ModelShape]:

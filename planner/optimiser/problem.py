@@ -265,18 +265,17 @@ def _checked_joined(joined: tuple[int, ...], layers: int) -> tuple[int, ...]:
 
 
 def _check_sensitivity(sensitivity: FloatArray, bitwidths: tuple[int, ...]) -> None:
-    """Check that more bits never hurt quality."""
-    more = np.array(bitwidths[1:]) > bitwidths[:-1]
-    rising = (sensitivity[:, 1:] > sensitivity[:, :-1]) | (
-        ~more & (sensitivity[:, 1:] != sensitivity[:, :-1])
-    )
-    if rising.any():
-        layer, choice = (int(index) for index in np.argwhere(rising)[0])
-        low, high = sensitivity[layer, choice], sensitivity[layer, choice + 1]
+    """Check that a bitwidth that is there twice has the same. More bits may lose more, as of
+    weights that are stored with fewer, and rounded again.
+    """
+    twice = np.array(bitwidths[1:]) == bitwidths[:-1]
+    unlike = twice & (sensitivity[:, 1:] != sensitivity[:, :-1])
+    if unlike.any():
+        layer, choice = (int(index) for index in np.argwhere(unlike)[0])
+        one, other = sensitivity[layer, choice], sensitivity[layer, choice + 1]
         raise SpecError(
-            f"sensitivity of layer {layer} rises from {low:g} at {bitwidths[choice]} bit to "
-            f"{high:g} at {bitwidths[choice + 1]} bit; give values that fall with the bitwidth, "
-            "and the same for the same bitwidth"
+            f"sensitivity of layer {layer} is {one:g} and {other:g}, both at {bitwidths[choice]} "
+            "bit; give the same for the same bitwidth"
         )
 
 

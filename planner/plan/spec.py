@@ -13,6 +13,7 @@ from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.described import AcceleratorEntry, DescriptionError, described_accelerator
 from planner.cluster.file import TimeScale
 from planner.model.layer_parts import LayerChoice
+from planner.model.shape import ModelShape
 from planner.plan.file import Kind, Saved
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
@@ -219,13 +220,24 @@ class PlanSpec(Saved):
     latency: LatencyForecast | None = None
     prefill_plan: PlanSpec | None = None
 
-    def needs_importance(self, stored: bool) -> bool:
-        """Whether weights, or keys at 8 bit, are rounded by importance; not `stored` weights."""
+    def needs_importance(self, shape: ModelShape) -> bool:
+        """Whether weights, or keys at 8 bit, are rounded by importance; not codes that are kept."""
         if self.stand_in is not None:  # a small model at 16 bit computes
             return False
-        chosen = [each for stage in self.stages for each in stage.choices]
-        rounds = any(min(each.bits, each.expert_bits) != FULL_BITS for each in chosen)
-        return self.kv_bits != FULL_BITS or (rounds and not stored and self.rounding == WEIGHTED)
+        rounds = self.rounding == WEIGHTED and bool(self.rounded_layers(shape))
+        return rounds or self.kv_bits != FULL_BITS
+
+    def rounded_layers(self, shape: ModelShape) -> list[int]:
+        """The layers of which a run rounds weights; those of others are kept as they are stored."""
+        found = []
+        for stage in self.stages:
+            for layer, each in zip(stage.layers, stage.choices, strict=True):
+                kind = shape.layer(layer)
+                first = len(kind.layer_linears)
+                experts = kind.rounds(each.expert_bits, slice(first, None))
+                if experts or kind.rounds(each.bits, slice(first)):
+                    found.append(layer)
+        return found
 
     @property
     def timed_sizes(self) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,15 @@ class Omega:
     source: str
     points: tuple[WeighedPoint, ...] = ()
     experts: Matrix | None = None
+
+    def beside_stored(self, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
+        """What layers of a quantized `shape` lose beside what is stored, which is the reference:
+        nothing at bits at which none of their weights is rounded.
+        """
+        kinds = map(shape.layer, range(shape.layers))
+        rounds = np.array([[kind.rounds(bits) for bits in bitwidths] for kind in kinds])
+        experts = None if self.experts is None else self.experts * rounds
+        return replace(self, matrix=self.matrix * rounds, experts=experts)
 
 
 @dataclass(frozen=True)
@@ -259,7 +268,7 @@ def planned_importance(
     plan: PlanSpec, options: PlanOptions, shape: ModelShape
 ) -> PlannedImportance | None:
     """What `plan` rounds by; None: nothing, or what stages measure when they load."""
-    if not plan.needs_importance(shape.stored is not None):
+    if not plan.needs_importance(shape):
         return None
     if options.importance is not None:
         return _of_file(Path(options.importance), shape)

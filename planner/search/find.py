@@ -25,7 +25,7 @@ from planner.search.qualities import Chosen, chosen_by_quality, plans_beside
 from planner.search.remedies import naming_remedies
 from planner.search.request import (
     PlanningRequest,
-    check_stored,
+    check_rounding,
     costs_of,
     files_of_costs,
     with_fitting_cache,
@@ -51,7 +51,7 @@ def find_plan(
     """The best plan for `shape`, found at `source`, and its costs; SpecError for what cannot be
     planned, InfeasibleError if nothing fits.
     """
-    check_stored(shape, options)
+    check_rounding(shape, options)
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request):
         found = with_fitting_cache(request, lambda each: _find(each, source, clock))

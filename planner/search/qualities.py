@@ -99,8 +99,13 @@ def bits_by_quality(bits: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield usable
 
 
-def has_only(bits: Sequence[int], costs: CostModel, solution: Solution) -> bool:
-    return {costs.placing.bits[each] for each in solution.assignment.bitwidth} <= set(bits)
+def has_only(bits: tuple[int, ...], costs: CostModel, solution: Solution) -> bool:
+    usable, placing = replace(costs, usable_bits=bits), costs.placing
+    return all(
+        usable.is_usable(costs.shape.layer(layer), placing.bits[choice])
+        for unit, choice in enumerate(solution.assignment.bitwidth)
+        for layer in placing.units.layers(unit)
+    )
 
 
 def _finest(
@@ -191,7 +196,7 @@ def towards_high(
 
 def seconds_per_sensitivity(costs: CostModel) -> float:
     """About the seconds of a plan for a unit of the worst sensitivity; 0 where bits cost none."""
-    worst = float(costs.sensitivity[:, 0].sum())
+    worst = float(costs.sensitivity.max(axis=1).sum())
     if not worst:
         return 0.0
     if costs.job is not None:

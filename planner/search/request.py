@@ -28,23 +28,7 @@ from planner.profiles.sensitivity import DEFAULT_SOURCE, Omega, default_sensitiv
 from planner.scheduling import BOUNDED, PREDICTING
 from planner.workload import Job, Workload, check_length
 from quant.common.errors import InfeasibleError, SpecError
-from quant.scheme import FULL_BITS, KV_BITWIDTHS
-
-
-def with_stored_bits(options: PlanOptions, shape: ModelShape) -> PlanOptions:
-    """The options with the bitwidths that layers of `shape` are stored in; SpecError where `bits`
-    leaves one out.
-    """
-    stored = {kind.stored.bits for kind in shape.kind_shapes if kind.stored is not None}
-    missing = sorted(stored - set(options.bits))
-    if missing:
-        raise SpecError(
-            f"{shape.name} has layers that are stored with {missing[0]} bits, which --bits "
-            f"{' '.join(map(str, options.bits))} leaves out; allow {missing[0]}, or plan for the "
-            "original 16-bit checkpoint"
-        )
-    return replace(options, bits=tuple(stored)) if stored else options
-
+from quant.scheme import FULL_BITS, GPTQ, KV_BITWIDTHS
 
 _Found = TypeVar("_Found")
 
@@ -113,19 +97,12 @@ def _least_in_flight(job: Job, options: PlanOptions) -> int:
     return max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
 
 
-def check_stored(shape: ModelShape, options: PlanOptions) -> None:
-    """Refuse options of rounding where the checkpoint was rounded before."""
-    if shape.stored is None:
-        return
-    for name, is_usual in (
-        ("rounding", options.rounding == PlanOptions.rounding),
-        ("importance", options.importance is None or options.kv_bits != FULL_BITS),
-    ):
-        if not is_usual:
-            raise SpecError(
-                f"{name} has no effect: {shape.name} is quantized already; leave it out, or plan "
-                "for the original 16-bit checkpoint"
-            )
+def check_rounding(shape: ModelShape, options: PlanOptions) -> None:
+    if shape.stored is not None and options.rounding == GPTQ:
+        raise SpecError(
+            f"rounding {GPTQ} is calibrated on weights that are not quantized, as {shape.name} is "
+            "already; choose another rounding, or plan for the original 16-bit checkpoint"
+        )
 
 
 def with_fitting_cache(
@@ -145,7 +122,7 @@ def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
     """The costs that options ask for, and the sensitivities; perplexity's bound becomes
     max_omega.
     """
-    shape, options = request.shape, with_stored_bits(request.options, request.shape)
+    shape, options = request.shape, request.options
     omega = omega_of(shape, options)
     if options.max_ppl_delta is not None:
         bound = omega_bound(omega, options.max_ppl_delta)
@@ -204,8 +181,10 @@ def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptio
 
 def omega_of(shape: ModelShape, options: PlanOptions) -> Omega:
     if options.omega_file is None:
-        return Omega(default_sensitivity(shape, options.bits), DEFAULT_SOURCE)
-    return load_omega(options.omega_file, shape, options.bits)
+        found = Omega(default_sensitivity(shape, options.bits), DEFAULT_SOURCE)
+    else:
+        found = load_omega(options.omega_file, shape, options.bits)
+    return found if shape.stored is None else found.beside_stored(shape, options.bits)
 
 
 def files_of_costs(options: PlanOptions) -> tuple[Path, ...]:

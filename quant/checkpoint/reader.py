@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -34,6 +34,7 @@ from quant.checkpoint.stored_tensors import (
 from quant.checkpoint.tensor_files import SafetensorsFiles
 from quant.common.errors import CheckpointError
 from quant.common.files import FileIdentity
+from quant.scheme import FULL_BITS
 
 
 class Checkpoint:
@@ -51,6 +52,7 @@ class Checkpoint:
         index = gguf_index(self.folder)
         config = None if index is not None else read_stored_config(self.folder)
         self.keeps_codes = config is not None and config.keeps_codes
+        self._config = config
         self._files: SafetensorsFiles | CodedFiles | GgufTensors
         if index is not None:
             self._files = GgufTensors(index)
@@ -130,6 +132,16 @@ class Checkpoint:
             return None
         found = self._files.coded(self.find(name, prefix))
         return None if found is None or found.linear is None else found
+
+    def stored_bits(self, module: str) -> int:
+        """The bits of the codes of `module`; 16 where it has none."""
+        coded = self.coded(module)
+        return FULL_BITS if coded is None or coded.linear is None else coded.linear.bits
+
+    def bits_of_layer(self, weights: Mapping[int, int]) -> int:
+        """As of `StoredConfig`."""
+        assert self._config is not None, "asked where codes are kept"
+        return self._config.bits_of_layer(weights)
 
     def read_codes(
         self, module: str, shape: tuple[int, int], kept: Rows = slice(None)

@@ -103,6 +103,8 @@ def new_entry(load: LayerLoad, key: CacheKey, nbytes: int) -> NewEntry | None:
     experts: dict[str, ExpertWeights] = {}
     for name, child in module.named_modules():
         if isinstance(child, QuantizedLinear):
+            if child.input_order is not None:  # of stored codes, which are quickly had again
+                return None
             linears[name] = child.packed
         elif isinstance(child, QuantizedExperts):
             fused = zip(FUSED, (child.gate_up, child.down), strict=True)

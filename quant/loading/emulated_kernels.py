@@ -21,7 +21,7 @@ from quant.checkpoint.reader import Checkpoint
 from quant.experts import PackExpert, PlainWeight, expert_shapes
 from quant.linear import LayerForm
 from quant.loading.cached_layer import put_submodule
-from quant.loading.expert_tensors import load_experts
+from quant.loading.expert_tensors import FUSED, load_experts
 from quant.loading.layer_load import LayerLoad, expert_inputs
 from quant.loading.loader import load_layer, load_tensors
 from quant.rounding.importance import InputStatistics
@@ -111,7 +111,7 @@ def load_layer_as_planned(
     load: LayerLoad, checkpoint: Checkpoint, scheme: LayerScheme
 ) -> frozenset[str]:
     """Fill a layer on the meta device in the form of `scheme`; return the backends represented:
-    none of a checkpoint that is quantized already, as it has the same weights on every device.
+    none where stored codes are kept, which are the same weights on every device.
     """
     if scheme.rounding != WEIGHTED:
         load = replace(load, importance=None)
@@ -120,9 +120,12 @@ def load_layer_as_planned(
     if experts is not scheme:
         load = replace(load, experts_form=own_form)
     represented: set[str] = set()
-    is_foreign = scheme.planned_for is not None and not checkpoint.keeps_codes
-    if is_foreign and scheme.bits < FULL_BITS:
+    layer_bits = load.stored_bits(checkpoint)
+    is_foreign = scheme.planned_for is not None
+    if is_foreign and scheme.bits < FULL_BITS and scheme.bits != layer_bits:
         for name, linear in load.linears:
+            if checkpoint.stored_bits(f"{load.name_prefix}.{name}") == scheme.bits:
+                continue
             shape = LinearShape(linear.in_features, linear.out_features)
             rule = _foreign_rule(shape, scheme, load.form)
             if rule is None:
@@ -134,12 +137,13 @@ def load_layer_as_planned(
             product = represented_product(rule.name, stored, load.form.dtype, rounding)
             put_submodule(load.module, name, RepresentedLinear(product, linear.bias))
             represented.add(rule.name)
-    if is_foreign and experts.bits < FULL_BITS:
+    if is_foreign and experts.bits < FULL_BITS and experts.bits != layer_bits:
         for name, tensors in load.experts(checkpoint):
             _, *shapes = expert_shapes(tensors.module)
             found = {shape: _foreign_rule(shape, experts, own_form) for shape in shapes}
             rules = {shape: rule for shape, rule in found.items() if rule is not None}
-            if len(rules) < len(found):
+            is_stored = any(tensors.stored_bits(fused) == experts.bits for fused in FUSED)
+            if len(rules) < len(found) or is_stored:
                 continue
             pack = _representing(rules, scheme.rounding)
             filled = load_experts(tensors, own_form, expert_inputs(load, name), pack)

@@ -28,7 +28,7 @@ from quant.linear import HostForm, LayerForm, linear_of_codes
 from quant.rounding.canonical import CanonicalWeight, part_of, rows_joined
 from quant.rounding.gptq_format import to_canonical
 from quant.rounding.importance import InputStatistics
-from quant.scheme import Cut, LinearShape
+from quant.scheme import FULL_BITS, Cut, LinearShape
 
 GATE_UP, DOWN = FUSED = ("gate_up_proj", "down_proj")
 _OF_EXPERT = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}
@@ -96,10 +96,9 @@ class ExpertTensors:
         half = both.out_features // 2
         return {names[0]: slice(half), names[1]: slice(half, None)}
 
-    def packed_parts(self, fused: str) -> tuple[str, ...]:
-        """Those of `parts` that are there, as codes; none where it has plain weights."""
-        parts = self.parts(fused)
-        return () if self.checkpoint.coded(f"{self.name}.0.{parts[0]}") is None else parts
+    def stored_bits(self, fused: str) -> int:
+        """The bits of the codes of `fused`; 16 where it has none."""
+        return self.checkpoint.stored_bits(f"{self.name}.0.{self.parts(fused)[0]}")
 
     def stored_names(self) -> list[str]:
         """Names under which the weights of all experts are stored."""
@@ -113,7 +112,7 @@ class ExpertTensors:
         """Pack the weight `fused` of an expert with the codes that it is stored with, whose bits
         may be others than those of `form`.
         """
-        parts, weights = self.packed_parts(fused), list[CanonicalWeight]()
+        parts, weights = self.parts(fused), list[CanonicalWeight]()
         rows, columns = self.whole(fused, shape)
         for part in parts:
             module = f"{self.name}.{index}.{part}"
@@ -187,16 +186,22 @@ def load_experts(
     form: LayerForm,
     inputs: Mapping[str, InputStatistics | None],
     pack: PackExpert = packed_expert,
+    layer_bits: int = FULL_BITS,
 ) -> QuantizedExperts:
     """Read and pack the experts one by one; biases are left on the meta device. `inputs` are those
-    of the layer by the names in `FUSED`, those of `down_proj` `[experts * width]`.
+    of the layer by the names in `FUSED`, those of `down_proj` `[experts * width]`. `layer_bits`: by
+    which the layer is known as it is stored, and which keep its weights as they are.
     """
     module = tensors.module
     count, *shapes = expert_shapes(module)
     held = [ExpertWeights(shape, count) for shape in shapes]
     for fused, weights in zip(FUSED, held, strict=True):
-        is_packed = bool(tensors.packed_parts(fused))
-        read = None if is_packed else tensors.reader(fused, weights.shape)
+        stored = tensors.stored_bits(fused)
+        is_kept = stored != FULL_BITS and form.bits in (layer_bits, stored)
+        read = None if is_kept else tensors.reader(fused, weights.shape)
+        own_form = form
+        if stored == FULL_BITS and form.bits == layer_bits:  # as it is, in a layer of codes
+            own_form = replace(form, bits=FULL_BITS, backend=None)
         for index in range(count):
             name = f"{tensors.name}.{index}.{fused}"
             own = inputs_of_expert(inputs.get(fused), index, tensors.whole(fused, weights.shape)[1])
@@ -204,7 +209,7 @@ def load_experts(
                 packed = (
                     tensors.packed(fused, index, weights.shape, form)
                     if read is None
-                    else pack(read(index), form, name, own, tensors.cuts.get(fused))
+                    else pack(read(index), own_form, name, own, tensors.cuts.get(fused))
                 )
                 weights.add(packed, form.dtype)
             except CheckpointError as error:

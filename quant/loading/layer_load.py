@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
@@ -9,11 +10,11 @@ import torch
 from torch import nn
 
 from quant.checkpoint.reader import Checkpoint
-from quant.experts import is_experts
+from quant.experts import expert_shapes, is_experts
 from quant.linear import LayerForm
 from quant.loading.expert_tensors import FUSED, ExpertTensors
 from quant.rounding.importance import InputStatistics, LayerImportance
-from quant.scheme import Cut
+from quant.scheme import FULL_BITS, Cut
 
 EXACT = frozenset({"A_log", "dt_bias", "e_score_correction_bias"})
 """Tensors that are held in float32, as they may be stored: the decay of a state, which has an
@@ -62,6 +63,19 @@ class LayerLoad:
     def linears(self) -> list[tuple[str, nn.Linear]]:
         """Those that have the layer's bits, by name."""
         return plain_linears(self.module, self.quantized)
+
+    def stored_bits(self, checkpoint: Checkpoint) -> int:
+        """The bits by which the layer is known as it is stored; 16 where no codes are."""
+        if not checkpoint.keeps_codes:
+            return FULL_BITS
+        weights = Counter[int]()
+        for name, linear in self.linears:
+            bits = checkpoint.stored_bits(f"{self.name_prefix}.{name}")
+            weights[bits] += linear.weight.numel()
+        for _, tensors in self.experts(checkpoint):
+            for fused, shape in zip(FUSED, expert_shapes(tensors.module)[1:], strict=True):
+                weights[tensors.stored_bits(fused)] += shape.parameters
+        return checkpoint.bits_of_layer(weights)
 
     def experts(self, checkpoint: Checkpoint) -> list[tuple[str, ExpertTensors]]:
         """Fused experts by name, with their tensors."""

@@ -17,7 +17,7 @@ from quant.backends.base import PackedWeight, copy_of
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import KEY_TENSORS, is_adapter, is_bias, is_harmless, is_norm
-from quant.common.errors import CheckpointError, PlanMismatchError
+from quant.common.errors import CheckpointError
 from quant.experts import QuantizedExperts
 from quant.linear import (
     LayerForm,
@@ -35,7 +35,7 @@ from quant.loading.cached_layer import (
     put_submodule,
     read_layer,
 )
-from quant.loading.expert_tensors import GATE_UP, load_experts
+from quant.loading.expert_tensors import load_experts
 from quant.loading.layer_load import LayerLoad, expert_inputs, held_dtype
 from quant.rounding.canonical import part_of
 from quant.rounding.gptq_format import StoredWeight, to_canonical
@@ -101,7 +101,9 @@ def _is_quantized_here(load: LayerLoad, checkpoint: Checkpoint) -> bool:
     are nearly all of theirs.
     """
     form = next(map(load.form_of, load.expert_names), load.form)
-    return form.bits != FULL_BITS and not checkpoint.keeps_codes
+    if form.bits == FULL_BITS or not checkpoint.keeps_codes:
+        return form.bits != FULL_BITS
+    return load.stored_bits(checkpoint) not in (form.bits, load.form.bits)
 
 
 def _key(load: LayerLoad, checkpoint: Checkpoint) -> CacheKey:
@@ -121,16 +123,15 @@ def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache)
 
 
 def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
-    module, form = load.module, load.form
-    if checkpoint.keeps_codes:
-        _check_bits_of_layer(load, checkpoint)
+    module, form, layer_bits = load.module, load.form, load.stored_bits(checkpoint)
     for name, linear in load.linears:
-        filled = _stored_linear(load, name, linear, checkpoint)
+        filled = _filled_linear(load, name, linear, checkpoint, layer_bits)
         filled.bias = linear.bias  # still on meta: `load_tensors` fills it
         put_submodule(module, name, filled)
     for name, tensors in load.experts(checkpoint):
         own = load.form_of(name)
-        experts = load_experts(tensors, own, expert_inputs(load, name))
+        inputs = expert_inputs(load, name)
+        experts = load_experts(tensors, own, inputs, layer_bits=layer_bits)
         load_tensors(experts, checkpoint, tensors.name, own.dtype, own.device, tensors.cuts)
         put_submodule(module, name, experts)
     load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device, load.cuts)
@@ -159,11 +160,14 @@ def _check_left_out(load: LayerLoad, checkpoint: Checkpoint) -> None:
             )
 
 
-def _stored_linear(
-    load: LayerLoad, name: str, linear: nn.Linear, checkpoint: Checkpoint
+def _filled_linear(
+    load: LayerLoad, name: str, linear: nn.Linear, checkpoint: Checkpoint, layer_bits: int
 ) -> nn.Module:
+    """A linear as it is stored, where the plan gives the layer its own bits (`layer_bits`) or the
+    linear's, else rounded to those of the plan.
+    """
     full_name, form, cut = f"{load.name_prefix}.{name}", load.form, load.cuts.get(name)
-    if checkpoint.keeps_codes:
+    if checkpoint.keeps_codes and form.bits in (layer_bits, checkpoint.stored_bits(full_name)):
         shape = _whole(load, name, linear)
         with _named(f"{full_name}.weight", checkpoint):
             filled = linear_as_stored(checkpoint, full_name, shape, form, cut)
@@ -207,40 +211,6 @@ def _columns(weight: StoredWeight, cut: Cut) -> StoredWeight:
             "device"
         )
     return StoredWeight(part_of(weight.canonical, cut), None)
-
-
-def _check_bits_of_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
-    """Check the linears and, where they have the same bits, the experts with them."""
-    modules = [f"{load.name_prefix}.{name}" for name, _ in load.linears]
-    for name, tensors in load.experts(checkpoint):
-        own, parts = load.form_of(name), tensors.packed_parts(GATE_UP) or ("gate_proj",)
-        first = f"{tensors.name}.0.{parts[0]}"
-        if own.bits == load.form.bits:
-            modules.append(first)
-        else:
-            check_planned_bits(checkpoint, [first], own.bits)
-    if modules:
-        check_planned_bits(checkpoint, modules, load.form.bits)
-
-
-def check_planned_bits(checkpoint: Checkpoint, modules: Sequence[str], bits: int) -> None:
-    """Raise PlanMismatchError where no linear of a layer is stored with the `bits` of its plan.
-    Those that a checkpoint gives other bits, or leaves out, stand beside others.
-    """
-    stored = {module: _bits_of_module(checkpoint, module) for module in modules}
-    if bits in stored.values():
-        return
-    module, found = next(iter(stored.items()))
-    raise PlanMismatchError(
-        f"{module} in {checkpoint.place} is stored with {found} bits, but the plan gives its layer "
-        f"{bits}; run the plan that the checkpoint was quantized for, plan for the checkpoint "
-        "itself, or give the original 16-bit checkpoint"
-    )
-
-
-def _bits_of_module(checkpoint: Checkpoint, module: str) -> int:
-    coded = checkpoint.coded(module)
-    return FULL_BITS if coded is None or coded.linear is None else coded.linear.bits
 
 
 def _whole(load: LayerLoad, name: str, linear: nn.Linear) -> tuple[int, int]:

@@ -151,7 +151,8 @@ def of_kinds(
 
 def small_uneven_problem(seed: int, objective: Objective) -> AssignmentProblem:
     """A small problem with up to three kinds of layers, in turns or anyhow; some have layers that
-    are joined, cells that a device lacks, or memory that is tight.
+    are joined, cells that a device lacks, memory that is tight, or a bitwidth at which they lose
+    nothing, as one has that is stored.
     """
     rng = np.random.default_rng([seed, 5])
     problem = small_problem(seed, objective)
@@ -164,8 +165,13 @@ def small_uneven_problem(seed: int, objective: Objective) -> AssignmentProblem:
     uneven = of_kinds(problem, pattern.tolist(), seed, joined.tolist())
     lacks = rng.random(uneven.available.shape) < rng.choice([0.0, 0.2])
     mean = uneven.layer_bytes.mean() / problem.layer_bytes.mean()
+    losses, draws = uneven.sensitivity.copy(), np.random.default_rng([seed, 6])
+    if draws.random() < 0.5:
+        stored = draws.integers(0, losses.shape[1], kinds)[pattern]
+        losses[np.arange(len(losses)), stored] = 0.0
     return replace(
         uneven,
+        sensitivity=losses,
         available=uneven.available & ~lacks,
         memory_bytes=np.floor(problem.memory_bytes * mean * rng.choice([1.0, 1.4])),
     )

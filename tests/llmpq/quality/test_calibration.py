@@ -59,5 +59,5 @@ def test_rounding_beside_a_quantized_checkpoint_is_refused_in_planning(
 ) -> None:
     made = with_calibrated(calibrated.spec, RunOptions(cache_dir=tmp_path / "cache"))
     cluster = Cluster.from_yaml(tmp_path / "cluster.yaml")
-    with pytest.raises(SpecError, match=r"rounding has no effect: .* quantized already"):
-        cluster.plan(made.model, Workload(2, 8, 4), rounding="nearest")
+    with pytest.raises(SpecError, match="rounding gptq is calibrated on weights that are not"):
+        cluster.plan(made.model, Workload(2, 8, 4), rounding="gptq")

@@ -21,11 +21,12 @@ from planner.model.shape import ModelShape
 from planner.model.tensor_shapes import end_tensors, layer_tensors
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
-from planner.search.request import with_stored_bits
+from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
 from quant.backends.table import backend_name
 from quant.checkpoint.stored_config import StoredConfig
 from quant.common.errors import SpecError
+from quant.scheme import BITWIDTHS
 from tests.planner.plan_alone import find_plan
 
 LLAMA: dict[str, Any] = {
@@ -67,17 +68,14 @@ def test_bits_are_those_stored(own_file: bool, tmp_path: Path) -> None:
     stored = found.stored
     assert stored is not None
     assert replace(stored, schemes=()) == StoredConfig(4, 128, zero_offset=1)
-    assert with_stored_bits(PlanOptions(), found).bits == (4,)
-    assert with_stored_bits(PlanOptions(bits=(4, 16)), found).bits == (4,)
-    with pytest.raises(SpecError, match="stored with 4 bits, which --bits 3 8 leaves out; allow 4"):
-        with_stored_bits(PlanOptions(bits=(3, 8)), found)
+    assert planned_bits(found, tmp_path, 3, 4, 8) == (4, 4)
+    assert planned_bits(found, tmp_path, 3, 8) == (8, 8)
 
 
 def test_plain_checkpoints_keep_the_choice(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     found = model_shape(tmp_path)
     assert found.stored is None
-    assert with_stored_bits(PlanOptions(bits=(3, 8)), found).bits == (3, 8)
     assert found.fingerprint() == shape(tmp_path).fingerprint()
 
 
@@ -89,7 +87,7 @@ def test_rules_tell_layers_apart_without_weights(tmp_path: Path) -> None:
     assert (found.pattern, stored_by_layer(found)) == ((0, 1), [4, 16])
     assert found.fingerprint() == shape(tmp_path).fingerprint()
     assert found.plain == shape(tmp_path).plain
-    assert planned_bits(found, tmp_path) == (4, 16)
+    assert planned_bits(found, tmp_path, 4, 16)[1] == 16
     some = shape(tmp_path, dynamic={r".*layers\.1\.mlp\..*": {"bits": 8}})
     assert stored_by_layer(some) == [4, 4]
     assert [each.stored_bits for each in some.layer(1).layer_linears] == [None] * 4 + [8] * 3
@@ -99,10 +97,10 @@ def stored_by_layer(found: ModelShape) -> list[int]:
     return [each.stored.bits for i in range(found.layers) if (each := found.layer(i)).stored]
 
 
-def planned_bits(found: ModelShape, folder: Path) -> tuple[int, ...]:
-    """Of the layers of a plan for a T4, which is checked."""
-    cluster = ClusterSpec.from_counts(["T4"], [1])
-    plan = find_plan(cluster, found, str(folder), Workload(2, 8, 4), PlanOptions()).plan
+def planned_bits(found: ModelShape, folder: Path, *bits: int) -> tuple[int, ...]:
+    """Those of each layer of the plan for a T4 that loses least, which is checked."""
+    cluster, options = ClusterSpec.from_counts(["T4"], [1]), PlanOptions(bits=bits, theta=1e9)
+    plan = find_plan(cluster, found, str(folder), Workload(2, 8, 4), options).plan
     check_plan(plan, found, "it")
     return plan.stages[0].bitwidths
 
@@ -123,7 +121,6 @@ def test_modules_that_are_left_out_count_in_full(tmp_path: Path) -> None:
     assert every.layer_linears == shape(tmp_path).layer_linears
     assert some.layer_linears == same.layer_linears
     assert [linear.stored_bits for linear in some.layer_linears] == [None] * 6 + [16]
-    assert with_stored_bits(PlanOptions(), some).bits == (4,)
     packed = DOWN * 4 // 8 + 4 * DOWN // 128
     assert packed_bytes(some) - packed_bytes(every) == 2 * DOWN - packed
 
@@ -159,7 +156,7 @@ def test_the_weights_tell_what_rules_have_changed(tmp_path: Path) -> None:
     assert (o.stored_bits, down.stored_bits) == (8, 16)
     assert (gate.stored_group, up.stored_group) == (128, 32)
     assert found.layer_linears == configured.layer_linears
-    assert planned_bits(found, tmp_path) == (4, 4)
+    assert planned_bits(found, tmp_path, 3, 4, 8) == (4, 4)
 
 
 def test_bits_that_none_but_a_few_have_are_not_those_of_a_layer(tmp_path: Path) -> None:
@@ -177,10 +174,28 @@ def test_layers_of_different_bits_are_kinds(tmp_path: Path) -> None:
     kinds = {f"layers.1.{name}": (3, 64) for name in names}
     found = with_weights(tmp_path, kinds | {f"layers.1.{name}": (8, 128) for name in mlp})
     assert stored_by_layer(found) == [4, 8]
-    assert planned_bits(found, tmp_path) == (4, 8)
+    assert planned_bits(found, tmp_path, 3, 4, 8) == (4, 8)
     note = stored_note(found)
     assert note is not None
     assert "1 with 4, 1 with 8 bits), beside linears of 3 bits" in note
+
+
+def test_what_is_stored_loses_nothing_and_may_always_be_used(tmp_path: Path) -> None:
+    """Beside bits near 16: a layer of 3 bits keeps them, and rounded again it loses as any does."""
+    folder = tmp_path / "model"
+    found = shape(folder, dynamic={r".*layers\.1\..*": {"bits": 3}})
+    cluster, options = ClusterSpec.from_counts(["T4"], [1]), PlanOptions()
+    request = PlanningRequest(cluster, found, Workload(2, 8, 4), options)
+    costs, plain = (costs_of(replace(request, shape=each))[0] for each in (found, found.plain))
+    lost = plain.sensitivity > 0
+    lost[0, 1] = lost[1, 0] = False
+    assert np.array_equal(costs.sensitivity, plain.sensitivity * lost)
+    near = replace(costs, usable_bits=(8, 16))
+    usable = [[near.is_usable(found.layer(i), bits) for bits in BITWIDTHS] for i in (0, 1)]
+    assert usable == [[False, True, True, True], [True, False, True, True]]
+    for bits in (8, 16):  # as of weights that were never quantized, but for nf4
+        again, never = (packed_bytes(each.layer(0), bits) for each in (found, found.plain))
+        assert again == never
 
 
 @pytest.mark.parametrize("method", ["hqq", "torchao", "modelopt"])
@@ -211,7 +226,8 @@ def test_backends_hold_codes(tmp_path: Path) -> None:
     assert backend_name(turing, 4, "float16") == "bnb_nf4"
     assert backend_name(turing, 4, "float16", is_stored=True) != "bnb_nf4"
     cluster = ClusterSpec.from_counts(["T4"], [1])
-    plan = find_plan(cluster, shape(tmp_path), "here", Workload(2, 8, 4), PlanOptions()).plan
+    options = PlanOptions(bits=(4,))
+    plan = find_plan(cluster, shape(tmp_path), "here", Workload(2, 8, 4), options).plan
     assert plan.stages[0].backends[4] == backend_name(turing, 4, "float16", is_stored=True)
 
 
@@ -219,10 +235,9 @@ def test_formats_of_numbers_leave_the_choice(tmp_path: Path) -> None:
     """FP8 is decoded, and rounded again to any bits; AWQ is planned with the bits that it has."""
     fp8 = shape(tmp_path, quant_method="fp8", weight_block_size=[128, 128])
     assert (fp8.stored, fp8.decoded) == (None, "fp8 in blocks of 128 x 128")
-    assert with_stored_bits(PlanOptions(bits=(3, 8)), fp8).bits == (3, 8)
     assert fp8.fingerprint() == shape(tmp_path).fingerprint()
     awq = shape(tmp_path, quant_method="awq", modules_to_not_convert=["down_proj"])
-    assert with_stored_bits(PlanOptions(), awq).bits == (4,)
+    assert planned_bits(awq, tmp_path, 3, 4, 8) == (4, 4)
     assert [each.stored_bits for each in awq.layer_linears] == [None] * 6 + [16]
     assert packed_bytes(awq) - packed_bytes(shape(tmp_path)) == 2 * DOWN - (
         DOWN * 4 // 8 + 4 * DOWN // 128

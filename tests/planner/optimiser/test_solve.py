@@ -103,7 +103,6 @@ def test_a_malformed_assignment_is_refused(
         ({"prefill_s": [[1.0, np.nan], [3.0, 4.0]]}, "prefill_s holds nan"),
         ({"prefill_comm_s": [-1.0, 0.0]}, "at least 0"),
         ({"layer_bytes": [4.0, 5.0, 6.0]}, "layer_bytes has shape"),
-        ({"sensitivity": [[0.0, 1.0]]}, "layer 0 rises from 0 at 4 bit to 1 at 16 bit"),
         ({"sensitivity": np.zeros((0, 2))}, "at least one stage and layer"),
         ({"theta": -1.0}, "theta is -1"),
         ({"bitwidths": (16, 4)}, "ascending"),
