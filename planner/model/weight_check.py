@@ -33,8 +33,9 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _MXFP4_GROUP = 32
 """Weights of a row that share a scale."""
 
-_PACKED_MARKS = ("qweight", "weight_packed")
-"""What stands in place of a weight in GPTQ and AWQ, and in compressed-tensors."""
+_PACKED_MARKS = ("qweight", "weight_packed", "q_weight", "trellis", "W_q", "Qidxs", "codes")
+"""What stands in place of a weight in GPTQ and AWQ, compressed-tensors, EXL2, EXL3, HQQ, QuIP# and
+AQLM."""
 
 _REMEDY = "correct config.json, or take the weights of this model"
 _GGUF_REMEDY = "download the file again, or take another conversion of the model"

@@ -6,16 +6,19 @@ they fit together; no torch.
 | GPTQ | `qweight` `[in * bits / 32, out]`, `qzeros` `[groups, out * bits / 32]`, `scales`, `g_idx` | codes |
 | AWQ | `qweight` `[in, out / 8]`, `qzeros` `[groups, out / 8]`, `scales` `[groups, out]` | codes |
 | PACKED | `weight_packed` `[out, in * bits / 32]`, `weight_scale` `[out, groups]`, `weight_zero_point` | codes |
-| FP4 | `weight_packed` uint8 `[out, in / 2]`, `weight_scale`, of NVFP4 `weight_global_scale` | numbers |
+| FP4 | `weight_packed` or `weight` uint8 `[out, in / 2]`, `weight_scale`, of NVFP4 one scale for all | numbers |
 | SCALED | `weight` int8 or FP8 `[out, in]`, `weight_scale`, `weight_scale_inv` or `SCB` | codes, numbers |
+| SIGNED4 | `weight` int8 `[out, in / 2]`, `weight_scale` and `weight_zero_point` `[groups, out]` | numbers |
 | TABLE | `weight` uint8, two of a table `weight.quant_map` a byte, `weight.absmax` a block of them | numbers |
+
+torchao has `_weight_qdata` for `weight`, `_weight_scale` and `_weight_zero_point`.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -26,7 +29,9 @@ from quant.checkpoint.stored_config import (
     COMPRESSED,
     FP8,
     GPTQ_METHOD,
+    MODELOPT,
     STORED_BITS,
+    TORCHAO,
     WHOLE_ROW,
     WORD_BITS,
     Scheme,
@@ -40,10 +45,13 @@ from quant.common.errors import CheckpointError
 from quant.scheme import FULL_BITS
 
 GPTQ_FORM, AWQ_FORM, PACKED, FP4 = "gptq", "awq", "packed", "fp4"
-SCALED, TABLE = "scaled", "table"
+SCALED, SIGNED4, TABLE = "scaled", "signed4", "table"
 
 SCALES = ("weight_scale_inv", "weight_scale")
 """FP8's name of what weights are multiplied by, and that of others."""
+
+WHOLE_SCALES = ("weight_global_scale", "weight_scale_2")
+"""The scale of scales of NVFP4: compressed-tensors divides by it, ModelOpt multiplies with it."""
 
 INT8_SCALES = "SCB"
 """The largest weights of rows of LLM.int8(), which codes of 127 stand for."""
@@ -57,19 +65,29 @@ _MARKS = {
     FP8: SCALES,
     COMPRESSED: ("weight_packed", "weight_scale"),
     BITSANDBYTES: (*STATES, INT8_SCALES),
+    MODELOPT: ("weight_scale",),
+    TORCHAO: ("_weight_qdata",),
 }
 """Parts of which a module has one where it is quantized, by the method."""
 
+_TORCHAO_PARTS = {
+    "weight": "_weight_qdata",
+    "weight_scale": "_weight_scale",
+    "weight_zero_point": "_weight_zero_point",
+}
+_OF_INPUTS = ("pre_quant_scale", "_weight_act_pre_scale")
+"""What inputs of a module are multiplied by, in ModelOpt and torchao."""
+
 _PARTS = (
     *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", *SCALES),
-    *("weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale"),
+    *("weight_zero_point", "weight_shape", "weight_g_idx", *WHOLE_SCALES, *_OF_INPUTS),
     *(INT8_SCALES, *STATES, "weight.absmax", "weight.quant_map"),
     *("weight.nested_absmax", "weight.nested_quant_map"),
 )
 _BESIDE = (
     *(part for part in _PARTS if part != "weight"),
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "output_scale"),
-    "weight_format",
+    *("input_scale_ub", "weight_format", *_TORCHAO_PARTS.values()),
 )
 """What else a quantized module has; activations are not quantized as it says."""
 
@@ -106,11 +124,14 @@ class _Parts:
     def has(self, part: str) -> bool:
         return part in self.tensors
 
+    def name(self, part: str) -> str:
+        return stored_part(self.stem, part, self.config.method)
+
     def shape(self, part: str, sizes: int, *types: str) -> tuple[int, ...]:
         """The shape of a tensor with so many sizes, none of which is 0."""
         if part not in self.tensors:
             raise CheckpointError(
-                f"{self.folder} has no tensor {self.stem}.{part}, without which the codes of "
+                f"{self.folder} has no tensor {self.name(part)}, without which the codes of "
                 "this module say nothing; it is incomplete: download it again"
             )
         tensor = self.tensors[part]
@@ -128,7 +149,7 @@ class _Parts:
     def refuse(self, part: str, why: str) -> NoReturn:
         tensor = self.tensors[part]
         raise CheckpointError(
-            f"{self.folder / tensor.file}: tensor {self.stem}.{part} is {tensor.dtype} "
+            f"{self.folder / tensor.file}: tensor {self.name(part)} is {tensor.dtype} "
             f"{list(tensor.shape or ())}, but {why}; the checkpoint is damaged, or its "
             "configuration is of another one"
         )
@@ -149,6 +170,11 @@ def parts_beside(weights: Iterable[str]) -> frozenset[str]:
     return frozenset(f"{stem}{part}" for stem in stems for part in _BESIDE)
 
 
+def stored_part(stem: str, part: str, method: str) -> str:
+    """The name of a tensor of the module `stem`."""
+    return f"{stem}.{_TORCHAO_PARTS.get(part, part) if method == TORCHAO else part}"
+
+
 def describe(
     weight: str, config: StoredConfig, folder: Path, find: Callable[[str], StoredTensor | None]
 ) -> CodedWeight:
@@ -156,12 +182,16 @@ def describe(
     tensor where one is missing, of another type, or does not fit the others.
     """
     stem = weight.removesuffix(".weight")
-    found = {part: tensor for part in _PARTS if (tensor := find(f"{stem}.{part}")) is not None}
+    names = ((part, stored_part(stem, part, config.method)) for part in _PARTS)
+    found = {part: tensor for part, name in names if (tensor := find(name)) is not None}
     form = _form(found, config)
     scheme = config.scheme_of(stem) or next(iter(config.schemes), Scheme())
     if any(tensor.shape is None for tensor in found.values()):
         return CodedWeight(stem, form, scheme)
-    shape, linear = _FORMS[form](_Parts(folder, stem, found, config, scheme))
+    parts = _Parts(folder, stem, found, config, scheme)
+    for part in filter(parts.has, _OF_INPUTS):
+        parts.refuse(part, "inputs are not multiplied by anything here")
+    shape, linear = _FORMS[form](parts)
     return CodedWeight(stem, form, scheme, shape, linear)
 
 
@@ -184,9 +214,18 @@ def _form(parts: Mapping[str, StoredTensor], config: StoredConfig) -> str:
         return config.method
     if any(part in parts for part in STATES):
         return TABLE
-    if "weight_packed" in parts:
-        return FP4 if parts["weight_packed"].dtype == "U8" else PACKED
-    return SCALED
+    codes = parts.get(codes_part(parts))
+    if codes is not None and codes.dtype == "U8":
+        return FP4
+    zeros = parts.get("weight_zero_point")
+    if config.method == TORCHAO and zeros is not None and zeros.dtype in _FLOATS:
+        return SIGNED4
+    return PACKED if "weight_packed" in parts else SCALED
+
+
+def codes_part(parts: Container[str]) -> str:
+    """The part with the codes of a weight in FP4."""
+    return "weight_packed" if "weight_packed" in parts else "weight"
 
 
 _Described = tuple[tuple[int, int], StoredLinear | None]
@@ -251,15 +290,27 @@ def _groups(parts: _Parts, rows: int, columns: int) -> int:
 
 
 def _fp4(parts: _Parts) -> _Described:
-    rows, half = parts.shape("weight_packed", 2, "U8")
+    rows, half = parts.shape(codes_part(parts.tensors), 2, "U8")
     _, groups = parts.shape("weight_scale", 2, "F8_E4M3", "U8", "F8_E8M0", *_FLOATS)
     if 2 * half % groups:
         parts.refuse("weight_scale", f"{2 * half} inputs are not divided into {groups} groups")
-    parts.check("weight_scale", (rows, groups), str(parts.tensors["weight_scale"].dtype))
-    if parts.has("weight_global_scale"):
-        parts.check("weight_global_scale", (1,), "F32")
-    elif parts.tensors["weight_scale"].dtype == "F8_E4M3":
-        parts.shape("weight_global_scale", 1, "F32")
+    kind = str(parts.tensors["weight_scale"].dtype)
+    parts.check("weight_scale", (rows, groups), kind)
+    usual = WHOLE_SCALES[parts.config.method == MODELOPT]
+    whole = next(filter(parts.has, WHOLE_SCALES), usual if kind == "F8_E4M3" else None)
+    if whole is not None:
+        is_single = parts.has(whole) and parts.tensors[whole].shape == ()
+        parts.check(whole, () if is_single else (1,), "F32")
+    return (rows, 2 * half), None
+
+
+def _signed4(parts: _Parts) -> _Described:
+    rows, half = parts.shape("weight", 2, "I8")
+    groups, _ = parts.shape("weight_scale", 2, *_FLOATS)
+    if 2 * half % groups:
+        parts.refuse("weight_scale", f"{2 * half} inputs are not divided into {groups} groups")
+    for part in ("weight_scale", "weight_zero_point"):
+        parts.check(part, (groups, rows), *_FLOATS)
     return (rows, 2 * half), None
 
 
@@ -344,5 +395,6 @@ _FORMS: dict[str, Callable[[_Parts], _Described]] = {
     PACKED: _packed,
     FP4: _fp4,
     SCALED: _scaled,
+    SIGNED4: _signed4,
     TABLE: _table,
 }

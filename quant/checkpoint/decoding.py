@@ -17,13 +17,16 @@ from quant.checkpoint.coded_weights import (
     PACKED,
     SCALED,
     SCALES,
+    SIGNED4,
     STATES,
     TABLE,
+    WHOLE_SCALES,
     Blocks,
     CodedWeight,
     coded_weights,
     describe,
     parts_beside,
+    stored_part,
 )
 from quant.checkpoint.codes import WORD_MASK, GroupCodes, unpack_words
 from quant.checkpoint.read_ahead import FileRange
@@ -72,7 +75,7 @@ class CodedFiles:
         if coded.linear is not None:
             return self.read_codes(coded).dequantize()
         part = self._reader(coded)
-        return {FP4: _fp4, TABLE: _of_table}.get(coded.form, _scaled)(part, coded)
+        return _DECODERS[coded.form](part, coded)
 
     def coded(self, weight: str) -> CodedWeight | None:
         """How `weight` is stored; None: as it is, or it is no weight."""
@@ -104,7 +107,7 @@ class CodedFiles:
 
     def _reader(self, coded: CodedWeight) -> _Part:
         def read(part: str) -> Tensor | None:
-            name = f"{coded.stem}.{part}"
+            name = stored_part(coded.stem, part, self._config.method)
             return self._files.read(name) if name in self._files.file_of else None
 
         return read
@@ -268,10 +271,22 @@ def scale_values(stored: Tensor) -> Tensor:
 
 
 def _fp4(part: _Part, coded: CodedWeight) -> Tensor:
-    packed, scale = _needed(part, "weight_packed"), scale_values(_needed(part, "weight_scale"))
-    whole = part("weight_global_scale")
-    scale = scale if whole is None else scale / whole
+    packed, scale = part("weight_packed"), scale_values(_needed(part, "weight_scale"))
+    packed = _needed(part, "weight") if packed is None else packed
+    divisor, factor = (part(name) for name in WHOLE_SCALES)
+    scale = scale if divisor is None else scale / divisor
+    scale = scale if factor is None else scale * factor
     return decode_fp4(packed.view(len(packed), scale.shape[1], -1), scale)
+
+
+def _signed4(part: _Part, coded: CodedWeight) -> Tensor:
+    """Multiply codes with a sign, two a byte, the first one low, and add zeros, in float32."""
+    packed, scale, zero = (_needed(part, name) for name in _SIGNED4)
+    codes = torch.stack((packed << 4, packed), dim=-1).view(len(packed), len(scale), -1) >> 4
+    return codes.float().mul_(scale.t().unsqueeze(-1)).add_(zero.t().unsqueeze(-1)).flatten(1)
+
+
+_SIGNED4 = ("weight", "weight_scale", "weight_zero_point")
 
 
 def _scaled(part: _Part, coded: CodedWeight) -> Tensor:
@@ -303,3 +318,11 @@ def _of_table(part: _Part, coded: CodedWeight) -> Tensor:
         each = largest[first : first - (-len(some) // blocks.size)]
         some.mul_(each.repeat_interleave(blocks.size)[: len(some)])
     return values.view(blocks.shape)
+
+
+_DECODERS: Mapping[str, Callable[[_Part, CodedWeight], Tensor]] = {
+    FP4: _fp4,
+    SCALED: _scaled,
+    SIGNED4: _signed4,
+    TABLE: _of_table,
+}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from quant.common.errors import SpecError
 from quant.scheme import FULL_BITS
 
 CONFIG_FILE = "config.json"
@@ -21,7 +23,16 @@ WHOLE_ROW = -1
 """The group size of one scale per output row."""
 
 GPTQ_METHOD, AWQ, FP8, COMPRESSED = "gptq", "awq", "fp8", "compressed-tensors"
-BITSANDBYTES = "bitsandbytes"
+BITSANDBYTES, MODELOPT, TORCHAO = "bitsandbytes", "modelopt", "torchao"
+
+_NAME_PARTS = 32
+"""Parts of a module's name beyond which no name within it is looked for; real ones have ten."""
+
+MOST_PATTERNS, _PATTERN_CHARACTERS, _MATCH_S = 1000, 2000, 0.1
+"""What patterns that somebody else wrote may take; a usual match takes microseconds."""
+
+_COUNT = re.compile(r"(?<![\w\].])\{|\{[^}]{6}")
+"""Counts of other than one character, or large ones: libraries write such patterns out."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +41,89 @@ class StoredLinear:
     group_size: int
 
 
+_EVERY = frozenset(("Linear", "_default"))
+"""All modules, for compressed-tensors and for torchao."""
+
+
 @dataclass(frozen=True)
-class Scheme:
-    """How modules are stored whose names match one of `targets`. `bits` of integer codes, with a
-    scale for `group_size` columns of a row (-1: for all), and a zero unless `symmetric`; FULL_BITS
-    of floating-point numbers, with a scale for a `block` of rows and columns, or a row, or all.
+class Modules:
+    """Modules by their names, by names within theirs, and by patterns of how theirs begin, or
+    `every` one. `place` says where these stand.
     """
 
-    targets: tuple[str, ...] = (".*",)
+    every: bool = False
+    names: frozenset[str] = frozenset()
+    within: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
+    place: str = field(default="", compare=False, repr=False)
+
+    @classmethod
+    def of_names(cls, value: Any, key: str, place: str) -> Modules:
+        """Those that have one of the names within theirs. SpecError for other than a list."""
+        return cls(within=frozenset(name for name in names_of(value, key, place) if name))
+
+    @classmethod
+    def of_targets(cls, value: Any, key: str, place: str) -> Modules:
+        """Those that compressed-tensors means, by names, by patterns, or by their class, of which
+        there is one here. SpecError for what is no pattern.
+        """
+        listed, where = names_of(value, key, place), f"{place}: {key}"
+        patterns = tuple(each.removeprefix("re:") for each in listed if each.startswith("re:"))
+        if len(patterns) > MOST_PATTERNS:
+            raise SpecError(f"{where} has {len(patterns)} patterns; {MOST_PATTERNS} are taken")
+        for pattern in patterns:
+            _compiled(pattern, where)
+        return cls(not _EVERY.isdisjoint(listed), frozenset(listed), frozenset(), patterns, where)
+
+    def have(self, module: str) -> bool:
+        """SpecError where that takes a pattern too long."""
+        if self.every or module in self.names:
+            return True
+        parts = module.split(".", _NAME_PARTS) if self.within else []
+        spans = (parts[i:j] for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+        if any(".".join(span) in self.within for span in spans):
+            return True
+        return any(self._match(pattern, module) for pattern in self.patterns)
+
+    def _match(self, pattern: str, module: str) -> bool:
+        try:
+            return _compiled(pattern, self.place).match(module, timeout=_MATCH_S) is not None
+        except TimeoutError as error:
+            raise SpecError(
+                f"{self.place} has {f're:{pattern}'!r:.60}, which takes more than {_MATCH_S} s "
+                f"to match {module:.60}; write it without repetitions within others"
+            ) from error
+
+
+def _compiled(pattern: str, place: str) -> Any:
+    """The pattern of a library that stops in time; SpecError for one that is none or too large."""
+    import regex
+
+    try:
+        if len(pattern) > _PATTERN_CHARACTERS or _COUNT.search(pattern):
+            raise ValueError(f"longer than {_PATTERN_CHARACTERS} characters, or counts too much")
+        return regex.compile(pattern)
+    except (ValueError, regex.error, OverflowError, RecursionError, MemoryError) as error:
+        raise SpecError(
+            f"{place} has {f're:{pattern}'!r:.60}, no pattern: {error!s:.100}"
+        ) from error
+
+
+def names_of(value: Any, key: str, place: str) -> list[str]:
+    listed = [] if value is None else value
+    if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+        raise SpecError(f"{place}: {key} is {value!r:.60}; it must be a list of names")
+    return listed
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How `targets` are stored. `bits` of integer codes, with a scale for `group_size` columns of a
+    row (-1: for all), and a zero unless `symmetric`; FULL_BITS of floating-point numbers, with a
+    scale for a `block` of rows and columns, or a row, or all.
+    """
+
+    targets: Modules = Modules(every=True)
     bits: int = FULL_BITS
     group_size: int = WHOLE_ROW
     symmetric: bool = True
@@ -60,7 +146,7 @@ class StoredConfig:
     linears: tuple[StoredLinear, ...] = ()
     method: str = GPTQ_METHOD
     schemes: tuple[Scheme, ...] = ()
-    ignored: tuple[str, ...] = ()
+    ignored: Modules = Modules()
 
     @property
     def keeps_codes(self) -> bool:
@@ -85,11 +171,9 @@ class StoredConfig:
 
     def scheme_of(self, module: str) -> Scheme | None:
         """How `module` is stored, by these settings; None: as it is."""
-        if any(re.match(pattern, module) for pattern in self.ignored):
+        if self.ignored.have(module):
             return None
-        return next(
-            (s for s in self.schemes if any(re.match(each, module) for each in s.targets)), None
-        )
+        return next((each for each in self.schemes if each.targets.have(module)), None)
 
 
 def bits_of_words(words: int, count: int) -> int | None:

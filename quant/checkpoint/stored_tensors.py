@@ -255,10 +255,11 @@ def described(file: str, place: Any) -> StoredTensor:
 
 _HARMLESS = re.compile(
     r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|"
-    r"(^|\.)(attention|attn|self_attn)\.(bias|masked_bias)$"
+    r"(^|\.)(attention|attn|self_attn)\.(bias|masked_bias)$|"
+    r"(^|\.)self_attn\.(.*\.)?[kqv]_scale$"
 )
 """Tensors that may be ignored: tables that are computed, masks
-(`_keys_to_ignore_on_load_unexpected` of transformers)."""
+(`_keys_to_ignore_on_load_unexpected` of transformers), scales of keys and values in caches."""
 
 _OTHER_PART = re.compile(
     r"^(?:model\.)?(mtp|visual|vision_tower|vision_model|vision_embedder|audio_tower|embed_vision|"

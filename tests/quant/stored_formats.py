@@ -64,6 +64,44 @@ def awq(weight: Tensor) -> tuple[Parts, Tensor] | None:
     return awq_parts(*made), meant(*made).float()
 
 
+def gptq(weight: Tensor) -> tuple[Parts, Tensor] | None:
+    """As GPTQModel stores 4 bit: codes in words along inputs, zeros less one along outputs."""
+    if weight.shape[0] % 8 or weight.shape[1] % 8:
+        return None
+    codes, scale, zero = affine(weight, GROUP)
+    zero = zero.clamp(min=1)
+
+    def words(numbers: Tensor) -> Tensor:
+        eight = numbers.unflatten(-1, (-1, 8)).long() << 4 * torch.arange(8)
+        return eight.sum(-1).to(torch.int32)
+
+    parts = {
+        "qweight": words(codes).t(),
+        "qzeros": words(zero.t() - 1),
+        "scales": scale.t().half(),
+        "g_idx": (torch.arange(weight.shape[1]) // GROUP).int(),
+    }
+    return parts, meant(codes, scale, zero).float()
+
+
+def modelopt(weight: Tensor) -> tuple[Parts, Tensor] | None:
+    """NVFP4 as ModelOpt stores it: as compressed-tensors, with the inverse of the scale for all."""
+    if weight.shape[1] % 16:
+        return None
+    arguments = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    parts, restored = compress(weight, symmetric=True, **arguments)
+    own = {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}
+    return own | {"weight_scale_2": (1 / parts["weight_global_scale"]).view(())}, restored
+
+
+def torchao(weight: Tensor) -> tuple[Parts, Tensor]:
+    """Integers of 4 bit, one a byte, as torchao stores them."""
+    codes, scale, zero = affine(weight, GROUP)
+    parts = {"_weight_qdata": codes - 8, "_weight_zero_point": zero - 8}
+    own = {name: each.to(torch.int8) for name, each in parts.items()}
+    return own | {"_weight_scale": scale}, meant(codes, scale, zero).float()
+
+
 def expanded(scale: Tensor, shape: torch.Size, block: int = BLOCK) -> Tensor:
     """The scale of each weight; the last blocks may be smaller."""
     whole = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
@@ -179,6 +217,19 @@ FORMATS: dict[str, tuple[dict[str, Any], Encode, int]] = {
          "zero_point": True, "modules_to_not_convert": ["kv_a_proj_with_mqa"]},
         awq, 4,
     ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "lm_head": True,
+         "dynamic": {r"-:.*\.kv_a_proj_with_mqa": {}, "lm_head": {"bits": 4}}},
+        gptq, 4,
+    ),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, modelopt, 16),
+    "torchao": (
+        {"quant_method": "torchao", "quant_type": {"default": {
+            "_type": "IntxWeightOnlyConfig", "_data": {
+                "weight_dtype": {"_data": "int4"},
+                "granularity": {"_data": {"group_size": GROUP}}}}}},
+        torchao, 4,
+    ),
     "fp8": (
         {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"},
         fp8, 16,
@@ -205,7 +256,8 @@ def store(folder: Path, name: str) -> Path:
     coded, plain = load_file(path), load_file(path)
     for full, weight in list(coded.items()):
         is_linear = full.endswith("_proj.weight") or full.endswith("_mqa.weight")
-        if ".layers." not in full or not is_linear:
+        is_head = full == "lm_head.weight" and "lm_head" in settings
+        if not is_head and (".layers." not in full or not is_linear):
             continue
         made = encode(weight)
         if made is not None:

@@ -29,8 +29,8 @@ HERE: Any = SimpleNamespace(processor=Processor(instruction_sets=frozenset()))
 """As much of a planner's device as byte rules ask for: that of `divided`."""
 
 LENGTHS, NEW_TOKENS = (5, 11, 1, 8), 8
-LIBRARY = {"int4", "int8", "float8"}
-USUAL = {(form, "qwen2") for form in ("awq", "nf4", "int8")}
+LIBRARY = {"int4", "int8", "float8", "modelopt"}
+USUAL = {(form, "qwen2") for form in ("gptq", "nf4", "int8")}
 USUAL |= {("awq", "deepseek_v3"), ("fp8", "qwen3_moe")}
 
 

@@ -198,7 +198,7 @@ def test_what_is_stored_loses_nothing_and_may_always_be_used(tmp_path: Path) -> 
         assert again == never
 
 
-@pytest.mark.parametrize("method", ["hqq", "torchao", "modelopt"])
+@pytest.mark.parametrize("method", ["hqq", "exl3"])
 def test_other_methods_are_refused_by_name(method: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=f"quantized by the method {method}, which llmpq does not"):
         shape(tmp_path, quant_method=method)

@@ -170,6 +170,106 @@ def test_what_compressed_tensors_stores(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(dequantize(to_canonical(codes).canonical), found)
 
 
+def _as_modelopt(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights as NVIDIA's ModelOpt was seen to store them: one scale for all is multiplied
+    with, here a power of two.
+    """
+    found = dict(parts) | {"input_scale": torch.tensor(0.1)}
+    if "weight_packed" in found:
+        found["weight"] = found.pop("weight_packed")
+        found["weight_scale_2"] = (1 / found.pop("weight_global_scale")).view(())
+    elif found["weight_scale"].numel() == 1:
+        found["weight_scale"] = found["weight_scale"].view(())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("fp8 tensor", "FP8"), ("fp8 channels", "FP8_PER_CHANNEL_PER_TOKEN"), ("nvfp4", "NVFP4"),
+     ("mxfp8", "MXFP8"), ("nvfp4", "MIXED_PRECISION")],
+)  # fmt: skip
+def test_what_modelopt_stores(name: str, kind: str, tmp_path: Path) -> None:
+    """Held once against the library's own tensors too, bit for bit, in folders that it wrote."""
+    pytest.importorskip("compressed_tensors")
+    arguments = WEIGHTS[name][0]
+    scales = scales_of(random_weight(), **arguments)
+    parts, expected = by_library(random_weight(), scales, **arguments)
+    settings = {
+        "quant_method": "modelopt",
+        "quant_algo": kind,
+        "ignore": ["lm_head", "*.mlp.gate*"],
+    }
+    if kind == "MIXED_PRECISION":
+        settings["quantized_layers"] = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}}
+    checkpoint = save(tmp_path, _as_modelopt(parts), settings)
+    assert checkpoint.names() == [f"{MODULE}.weight"]
+    assert not checkpoint.keeps_codes
+    assert torch.equal(checkpoint.read(f"{MODULE}.weight").to(expected.dtype), expected)
+
+
+def _torchao(kind: str, **data: Any) -> dict[str, Any]:
+    own = {name: {"_type": "x", "_data": value} for name, value in data.items()}
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": own}}}
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("group", [16, COLUMNS])
+def test_integers_of_torchao_are_kept(bits: int, group: int, tmp_path: Path) -> None:
+    """Tensors as the library was seen to write them, and held once against it, bit for bit."""
+    codes, scale, zero = affine(random_weight(), group, bits)
+    half = 1 << (bits - 1)
+    parts = {
+        "_weight_qdata": (codes - half).to(torch.int8),
+        "_weight_scale": scale.bfloat16(),
+        "_weight_zero_point": (zero - half).to(torch.int8),
+    }
+    data = {"weight_dtype": f"int{bits}", "intx_packing_format": "UNPACKED_TO_INT8"}
+    cut = {"axis": 0} if group == COLUMNS else {"group_size": group}
+    checkpoint = save(tmp_path, parts, _torchao("IntxWeightOnlyConfig", **data, granularity=cut))
+    expected = meant(codes, scale, zero)
+    assert checkpoint.names() == [f"{MODULE}.weight"]
+    assert torch.equal(checkpoint.read(f"{MODULE}.weight"), expected.float())
+    found = checkpoint.read_codes(MODULE, (ROWS, COLUMNS), slice(8, 24))
+    assert torch.equal(found.codes.int(), codes[8:24])
+
+
+def test_numbers_of_torchao_are_decoded(tmp_path: Path) -> None:
+    """Plain 4 bit as mslk packs it, whose zeros are numbers, and FP8 in rows."""
+    codes, scale, _ = affine(random_weight(), 16)
+    zero = torch.randn(ROWS, COLUMNS // 16, generator=torch.Generator().manual_seed(5))
+    signed = codes - 8
+    parts = {
+        "_weight_qdata": (signed[:, ::2] & 15 | signed[:, 1::2] << 4).to(torch.int8),
+        "_weight_scale": scale.t().contiguous(),
+        "_weight_zero_point": zero.t().contiguous(),
+    }
+    checkpoint = save(
+        tmp_path, parts, _torchao("Int4WeightOnlyConfig", int4_packing_format="PLAIN")
+    )
+    each = (own.repeat_interleave(16, 1) for own in (scale, zero))
+    expected = signed.float() * next(each) + next(each)
+    assert torch.equal(checkpoint.read(f"{MODULE}.weight"), expected)
+    rows = torch.rand(ROWS, 1, generator=torch.Generator().manual_seed(5))
+    numbers = random_weight().to(torch.float8_e4m3fn)
+    parts = {"_weight_qdata": numbers, "_weight_scale": rows}
+    checkpoint = save(tmp_path, parts, _torchao("Float8WeightOnlyConfig"))
+    assert torch.equal(checkpoint.read(f"{MODULE}.weight"), numbers.float() * rows)
+
+
+@pytest.mark.parametrize("method", ["fbgemm_fp8", "mxfp8"])
+def test_other_names_of_fp8(method: str, tmp_path: Path) -> None:
+    numbers, largest = random_weight().to(torch.float8_e4m3fn), torch.rand(ROWS, 1)
+    parts = {"weight": numbers, "weight_scale": largest, "input_scale_ub": torch.ones(1)}
+    expected = numbers.float() * largest
+    if method == "mxfp8":
+        exponents = torch.randint(100, 140, (ROWS, COLUMNS // 32), dtype=torch.uint8)
+        parts = {"weight": numbers, "weight_scale_inv": exponents}
+        expected = Fp8Dequantize(None)._dequantize_one(numbers, exponents, torch.float32)
+    checkpoint = save(tmp_path, parts, {"quant_method": method})
+    assert checkpoint.names() == [f"{MODULE}.weight"]
+    assert torch.equal(checkpoint.read(f"{MODULE}.weight"), expected)
+
+
 PACKED = _int(4, "group", symmetric=False, group_size=16)
 OWN = {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["Linear"]}}}
 DAMAGED: dict[str, tuple[str, dict[str, Tensor | None], str]] = {
@@ -201,6 +301,9 @@ DAMAGED: dict[str, tuple[str, dict[str, Tensor | None], str]] = {
     "table of another size": ("nf4", {"weight.quant_map": torch.zeros(15)}, r"\[15\], but .* \[16"),
     "table of no shape": (
         "nf4", {"weight.quant_state.bitsandbytes__nf4": torch.tensor([123]).byte()}, "are no JSON",
+    ),
+    "scales of inputs": (
+        "awq", {"pre_quant_scale": torch.ones(64)}, "inputs are not multiplied by anything here",
     ),
     "packed floats": ("packed", {"weight_packed": torch.zeros(48, 8)}, "weight_packed is F32"),
 }  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,22 @@ from quant.common.errors import SpecError
 
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+_MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+_AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
+
+
+def _mixed(*kinds: str) -> dict[str, Any]:
+    layers = {
+        f"model.layers.{at}.mlp.up_proj": {"quant_algo": kind} for at, kind in enumerate(kinds)
+    }
+    return _MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+
+def _torchao(kind: str, **fields: Any) -> dict[str, Any]:
+    data = {name: {"_type": "x", "_data": value} for name, value in fields.items()}
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": data}}}
 
 
 def _packed(weights: Any) -> dict[str, Any]:
@@ -26,8 +44,37 @@ def _packed(weights: Any) -> dict[str, Any]:
         ({"quant_method": "hqq"}, "quantized by the method hqq, which llmpq does not read"),
         ({"quant_method": "bitsandbytes"}, "load_in_8bit is False and load_in_4bit is False"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": "yes"}, "load_in_4bit is 'yes'"),
-        ({"quant_method": "torchao"}, r"by the method torchao, .* save_pretrained"),
+        *(
+            ({"quant_method": name}, f"by the method {name}, which .* the original 16-bit")
+            for name in ("aqlm", "eetq", "exl2", "exl3", "quanto", "quip", "spqr", "vptq", "sinq")
+        ),
+        ({"quant_method": "higgs"}, r"by the method higgs, .* call dequantize\(\)"),
+        ({"quant_method": "quark"}, "by the method quark, .* custom_mode awq or fp8"),
+        ({"quant_method": "bitnet"}, "by the method bitnet, .* in bfloat16"),
         ({}, "by the method unnamed"),
+        (_MODELOPT | {"quant_algo": None}, "of quant_algo None, which is not read; FP8, "),
+        (_MODELOPT | {"quant_algo": ["FP8"]}, r"of quant_algo \['FP8'\]"),
+        *(
+            (_MODELOPT | {"quant_algo": other}, f"of quant_algo '{other}', which is not read")
+            for other in ("NVFP4_AWQ", "NVFP4_SVD", "W4A16_AWQ", "W8A16", "fp8_pb_wo", "mxfp4")
+        ),
+        (_MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "of quant_algo None"),
+        (_mixed("NVFP4", "W4A8_AWQ"), "of quant_algo 'W4A8_AWQ'"),
+        (_mixed("NVFP4", "MXFP8"), "of quant_algo 'MXFP8'"),
+        (_MODELOPT | {"exclude_modules": "lm_head"}, "exclude_modules is 'lm_head'"),
+        (_MODELOPT | {"quantization": [1]}, r"quantization is \[1\]; it must be an object"),
+        (_torchao("Int4WeightOnlyConfig") | {"quant_type": "int4_weight_only"}, "4.57 or later"),
+        (
+            _torchao("Int4WeightOnlyConfig", int4_packing_format="TILE_PACKED_TO_4D"),
+            "Int4WeightOnlyConfig packed as TILE_PACKED_TO_4D are not read",
+        ),
+        (_torchao("NVFP4WeightOnlyConfig"), "NVFP4WeightOnlyConfig are not read; those of Int8W"),
+        (_torchao("IntxWeightOnlyConfig", weight_dtype="int5"), "torchao weights have 5 bits"),
+        (_torchao("IntxWeightOnlyConfig"), "torchao weights have 'None' bits"),
+        (_torchao("FqnToConfig"), "fqn_to_config is None; it must be an object"),
+        (_AUTO_ROUND | {"packing_format": "auto_round:exllamav2"}, "packed as exllamav2 for act"),
+        (_AUTO_ROUND | {"act_bits": 8}, "activations of 8 bits"),
+        (_AUTO_ROUND | {"bits": 2}, "GPTQ weights have 2 bits"),
         ({"quant_method": "gptq", "bits": 2}, "have 2 bits; there are kernels for 3, 4, 8"),
         ({"quant_method": "gptq", "bits": "4"}, "have '4' bits"),
         ({"quant_method": "gptq"}, "have None bits"),
@@ -89,7 +136,7 @@ def test_configurations_that_cannot_be_read(entries: Any, message: str) -> None:
     ("file", "entries", "message"),
     [
         ("quant_config.json", {"w_bit": 4}, r"quant_config\.json: q_group_size is None"),
-        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "the method modelopt"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "W4A16_AWQ"}}, "W4A16_AWQ"),
         ("config.json", {"compression_config": {"format": "x"}}, "config_groups is None"),
     ],
 )
@@ -195,3 +242,90 @@ def test_autoawqs_own_file(tmp_path: Path) -> None:
     found = read_stored_config(tmp_path)
     assert found is not None
     assert (found.method, found.bits, found.group_size) == ("awq", 4, 64)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_modelopts_own_file(nested: bool, tmp_path: Path) -> None:
+    """Older folders have that alone; they are not read as plain ones."""
+    own = {
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head", "*.q*"],
+    }
+    entries = {"producer": {"name": "modelopt"}, "quantization": own} if nested else own
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(entries))
+    found = read_stored_config(tmp_path)
+    assert found is not None
+    assert (found.method, found.keeps_codes) == ("modelopt", False)
+
+
+def test_modules_of_torchaos_configurations() -> None:
+    def of(bits: int, size: int | None) -> dict[str, Any]:
+        cut: Any = {"_type": "PerAxis", "_data": {"axis": 0}}
+        if size is not None:
+            cut = {"_type": "PerGroup", "_data": {"group_size": size}}
+        word = {"_type": "torch.dtype", "_data": f"int{bits}"}
+        return {
+            "_type": "IntxWeightOnlyConfig",
+            "_data": {"weight_dtype": word, "granularity": cut},
+        }
+
+    entries = _torchao("FqnToConfig")
+    entries["quant_type"]["default"]["_data"]["fqn_to_config"] = {
+        "_default": of(4, 32),
+        r"re:.*\.down_proj": of(3, 64),
+        "model.embed_tokens": of(8, None),
+        "lm_head": None,
+    }
+    found = parse_stored_config(entries, "x")
+    assert (found.method, found.bits, found.group_size) == ("torchao", 4, 32)
+    names = ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj", "model.embed_tokens")
+    schemes = [found.scheme_of(name) for name in names]
+    assert [each and (each.bits, each.group_size) for each in schemes] == [
+        (4, 32),
+        (3, 64),
+        (8, -1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "method", "offset"),
+    [("gptq", "gptq", 1), ("auto_gptq", "gptq", 1), ("gptqmodel", "gptq", 0), ("awq", "awq", 0)],
+)
+def test_what_auto_round_packs(layout: str, method: str, offset: int) -> None:
+    """Held once against its packers, bit for bit."""
+    extra = {"a.q": {"bits": 16}, "a.k": {"bits": 8}}
+    settings = {"packing_format": f"auto_round:{layout}", "extra_config": extra}
+    found = parse_stored_config(_AUTO_ROUND | settings, "x")
+    schemes = [found.scheme_of(f"a.{name}") for name in "vkq"]
+    wanted = [4, 8, 16] if method == "gptq" else [4, 4, 4]
+    assert [each and each.bits for each in schemes] == wanted
+    assert (found.method, found.zero_offset, found.bits) == (method, offset, 4)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a|a)*b", "(a?){30}a{30}", "(.*)*x", "(?:a{1,90}){9}", ".*" * 900]
+)
+def test_patterns_that_take_long_end(pattern: str) -> None:
+    entries = _packed({"num_bits": 4}) | {"ignore": [f"re:{pattern}"]}
+    started = time.process_time()
+    with suppress(SpecError):
+        found = parse_stored_config(entries, "x")
+        found.scheme_of("a" * 5000 + "!")
+    assert time.process_time() - started < 1
+
+
+def test_a_pattern_that_takes_long_is_named() -> None:
+    entries = _packed({"num_bits": 4}) | {"ignore": ["re:(x+x+)+y"]}
+    found = parse_stored_config(entries, "config.json")
+    with pytest.raises(SpecError, match=r"config.json: ignore has 're:\(x.* takes more than 0.1 s"):
+        found.scheme_of("x" * 3000)
+
+
+def test_very_many_names() -> None:
+    names = [f"model.layers.{at}.mlp.gate" for at in range(10**5)]
+    found = parse_stored_config(_packed({"num_bits": 4}) | {"ignore": names}, "x")
+    assert found.scheme_of(names[-1]) is None
+    assert found.scheme_of(f"{names[-1]}_proj") is not None
+    with pytest.raises(SpecError, match="1001 patterns; 1000 are taken"):
+        parse_stored_config(_packed({"num_bits": 4}) | {"ignore": ["re:a"] * 1001}, "x")
