@@ -88,8 +88,14 @@ class CodedFiles:
         the tensor, for numbers that cannot be.
         """
         assert coded.linear is not None, "asked of integer codes"
-        codes = _READERS[coded.form](self._reader(coded), coded, self._config, kept)
-        place = f"tensor {coded.stem} in {self._folder}"
+        part, place = self._reader(coded), f"tensor {coded.stem} in {self._folder}"
+        stated = part("weight_shape") if coded.form == PACKED else None
+        if stated is not None and tuple(stated.tolist()) != coded.shape:
+            raise CheckpointError(
+                f"{place}: its weight_shape says {stated.tolist()}, but its codes are those of "
+                f"{list(coded.shape or ())}; the checkpoint is damaged"
+            )
+        codes = _READERS[coded.form](part, coded, self._config, kept)
         if not bool(torch.isfinite(codes.scale).all()):
             raise CheckpointError(
                 f"{place}: its scales hold NaN or infinity; the checkpoint is damaged"
@@ -184,12 +190,6 @@ def _awq_codes(words: Tensor) -> Tensor:
 
 def _packed(part: _Part, coded: CodedWeight, config: StoredConfig, kept: Rows) -> GroupCodes:
     rows, columns, linear = _linear(coded)
-    stated = tuple(_needed(part, "weight_shape").tolist())
-    if stated != coded.shape:
-        raise CheckpointError(
-            f"tensor {coded.stem}.weight_shape says {list(stated)}, but its codes are those of "
-            f"{[rows, columns]}; the checkpoint is damaged"
-        )
     scale, zeros = _rows_of_scale(part, rows), part("weight_zero_point")
     zero = torch.full(scale.shape, 1 << (linear.bits - 1), dtype=torch.uint8)
     if zeros is not None:

@@ -228,6 +228,7 @@ def _model_folder(data: bytes, folder: Path) -> bool:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             found = checked_shape(folder)
+            _read_weights(folder)
     finally:
         for path in (folder / GENERATION_CONFIG_FILE, weights):
             path.unlink()
@@ -235,6 +236,17 @@ def _model_folder(data: bytes, folder: Path) -> bool:
         _check_message(str(warning.message), folder)
     assert found.layers <= len(files["header"])
     return True
+
+
+def _read_weights(folder: Path) -> None:
+    """What stands for weights is read, where anything does that may be zeros."""
+    config = read_stored_config(folder)
+    if config is None or config.method == "compressed-tensors":
+        return
+    checkpoint = Checkpoint(folder)
+    for name in checkpoint.names():
+        if name.endswith("_proj.weight"):
+            assert tuple(checkpoint.read(name).shape) == checkpoint.shape_of(name)
 
 
 def _generation(data: bytes, folder: Path) -> bool:

@@ -55,8 +55,19 @@ _STORED: tuple[dict[str, Any], ...] = (
     {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:.*head$"],
      "quantization_status": "compressed", "config_groups": {"group_0": {
          "targets": ["Linear"], "weights": _WEIGHTS}}},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate*"],
+     "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    {"quant_method": "torchao", "modules_to_not_convert": ["lm_head"], "quant_type": {"default": {
+        "_type": "FqnToConfig", "_data": {"fqn_to_config": {"re:.*_proj": {
+            "_type": "IntxWeightOnlyConfig", "_data": {
+                "weight_dtype": {"_type": "torch.dtype", "_data": "int4"},
+                "granularity": {"_type": "PerGroup", "_data": {"group_size": 16}}}}}}}}},
+    {"quant_method": "auto-round", "bits": 4, "group_size": 16, "sym": True, "act_bits": 16,
+     "packing_format": "auto_round:auto_gptq", "extra_config": {"lm_head": {"bits": 16}}},
+    {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
+    {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]},
 )  # fmt: skip
-_BYTES = {"F8_E4M3": 1, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
+_BYTES = {"F8_E4M3": 1, "I8": 1, "U8": 1, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
 
 
 @cache
@@ -259,16 +270,25 @@ def _coded(name: str, size: tuple[int, ...], method: str) -> dict[str, tuple[str
     if not name.endswith("_proj.weight"):
         return {name: ("F16", size)}
     module, (rows, columns) = name.removesuffix("weight"), size
-    groups, own = columns // 16, dict[str, tuple[str, tuple[int, ...]]]()
-    if method == "awq":
-        own = {"qweight": ("I32", (columns, rows // 8)), "qzeros": ("I32", (groups, rows // 8)),
-               "scales": ("F16", (groups, rows))}  # fmt: skip
-    elif method == "fp8":
-        own = {"weight": ("F8_E4M3", size), "weight_scale_inv": ("F32", (-(-rows // 16), groups))}
-    elif method == "compressed-tensors":
-        own = {"weight_packed": ("I32", (rows, columns // 8)), "weight_shape": ("I64", (2,)),
-               "weight_scale": ("F16", (rows, groups))}  # fmt: skip
-    return {f"{module}{part}": each for part, each in (own or {"weight": ("F16", size)}).items()}
+    groups = columns // 16
+    of_method: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
+        "awq": {"qweight": ("I32", (columns, rows // 8)), "qzeros": ("I32", (groups, rows // 8)),
+                "scales": ("F16", (groups, rows))},
+        "auto-round": {"qweight": ("I32", (columns // 8, rows)), "scales": ("F16", (groups, rows)),
+                       "qzeros": ("I32", (groups, rows // 8)), "g_idx": ("I32", (columns,))},
+        "fp8": {"weight": ("F8_E4M3", size), "weight_scale_inv": ("F32", (-(-rows // 16), groups))},
+        "fbgemm_fp8": {"weight": ("F8_E4M3", size), "weight_scale": ("F32", (rows, 1))},
+        "bitsandbytes": {"weight": ("I8", size), "SCB": ("F32", (rows,))},
+        "compressed-tensors": {
+            "weight_packed": ("I32", (rows, columns // 8)), "weight_shape": ("I64", (2,)),
+            "weight_scale": ("F16", (rows, groups))},
+        "modelopt": {"weight": ("U8", (rows, columns // 2)), "weight_scale_2": ("F32", ()),
+                     "weight_scale": ("F8_E4M3", (rows, groups)), "input_scale": ("F32", ())},
+        "torchao": {"_weight_qdata": ("I8", size), "_weight_scale": ("F16", (rows, groups)),
+                    "_weight_zero_point": ("I8", (rows, groups))},
+    }  # fmt: skip
+    own = of_method.get(method, {"weight": ("F16", size)})
+    return {f"{module}{part}": each for part, each in own.items()}
 
 
 def _folder_seed(config: dict[str, Any], settings: dict[str, Any] | None = None) -> bytes:
