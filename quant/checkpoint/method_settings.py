@@ -296,12 +296,12 @@ def _group(name: str, group: Any, place: str) -> tuple[Scheme | None, bool]:
     strategy = weights.get("strategy") or ("tensor" if size == WHOLE_ROW else "group")
     is_block = strategy == "block"
     if strategy not in _STRATEGIES or (is_block and kind == "int"):
-        raise SpecError(f"{where}.weights: strategy {strategy!r:.40} of {kind} is not read")
+        raise SpecError(f"{where}.weights: strategy {strategy!r:.40} of {kind}; {REMEDY}")
     if ("group" in strategy) != (size != WHOLE_ROW):
         raise SpecError(f"{where}.weights: strategy {strategy} has group_size {size}")
     if kind == "float":
         if bits not in (4, 8):
-            raise SpecError(f"{where}.weights are floats of {bits} bits; 4 and 8 are read")
+            raise SpecError(f"{where}.weights are floats of {bits} bits, not 4 or 8; {REMEDY}")
         block = (1, size) if size != WHOLE_ROW else None
         if is_block:
             block = _block(weights.get("block_structure"), "block_structure", where)

@@ -120,7 +120,7 @@ def _packed(weights: Any) -> dict[str, Any]:
         (_packed([1]), r"config_groups.g.weights is \[1\]"),
         (_packed({"num_bits": 5}), "compressed weights have 5 bits"),
         (_packed({"num_bits": "4"}), "are '4' bits"),
-        (_packed({"num_bits": 6, "type": "float"}), "floats of 6 bits; 4 and 8 are read"),
+        (_packed({"num_bits": 6, "type": "float"}), "floats of 6 bits, not 4 or 8"),
         (_packed({"num_bits": 4, "strategy": "group"}), "strategy group has group_size -1"),
         (_packed({"num_bits": 8, "strategy": "channel", "group_size": 8}), "has group_size 8"),
         (_packed({"num_bits": 8, "strategy": "attn_head"}), "strategy 'attn_head'"),
