@@ -95,7 +95,8 @@ class Request:
 
     `host_key`: where its keys and values are kept once its prompt is computed, for other stages to
     go on with it; of a request that has `generated` tokens, where those of all tokens but the last
-    one lie. `age_s`: how long ago other stages began with it, which then handed it over.
+    one lie. `age_s`: how long ago other stages began with it, which then handed it over. `adapter`:
+    the name of the one that computes it with the model; empty: the model alone.
     """
 
     custom_id: str
@@ -108,6 +109,7 @@ class Request:
     expected_tokens: int | None = None
     host_key: HostKey | None = None
     age_s: float | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,8 @@ EVERY_KEY = -1
 class Admission:
     """A request that takes a slot, as stages must know it.
 
-    `room` is its range of the KV cache, which is cleared for it. `generated`, `draw_id` and
-    `top_logprobs` as in `Request`.
+    `room` is its range of the KV cache, which is cleared for it. `generated`, `draw_id`, `adapter`
+    and `top_logprobs` as in `Request`.
     `prompt_tokens`: the distinct tokens of its prompt where a penalty counts them, else empty;
     `prompt_end`: its last ones where stop strings are looked for behind them, else empty. They are
     sent once; the stage that samples keeps them, and the tokens that it has chosen.
@@ -179,6 +181,7 @@ class Admission:
     draw_id: str = ""
     top_logprobs: int | None = None
     prompt_end: tuple[int, ...] = ()
+    adapter: str = ""
 
     @classmethod
     def of(cls, slot: int, request: Request, room: TokenRange = TokenRange(0, 0)) -> Admission:
@@ -195,6 +198,7 @@ class Admission:
             request.draw_id,
             request.top_logprobs,
             request.prompt_ids[-MOST_BEFORE:] if sampling.stop else (),
+            request.adapter,
         )
 
 

@@ -51,7 +51,8 @@ class GroupOptions:
     the plan's. `recovery` says how `generate` goes on after faults, which `on_event` is told of.
     `policy` schedules the requests. `importance`: where that of the model is found, or kept once it
     is measured, for this group and others. `placement_s`: seconds to wait for resources to be
-    granted. `deterministic`, `cuda_graphs` and `adapter` as in `StageSpec`.
+    granted. `deterministic`, `cuda_graphs`, `adapter` and
+    `adapters` as in `StageSpec`.
     """
 
     cache: CacheSettings = NO_CACHE
@@ -65,6 +66,7 @@ class GroupOptions:
     deterministic: bool = False
     cuda_graphs: bool = True
     adapter: str | None = None
+    adapters: tuple[str, ...] = ()
 
 
 Reserve = Callable[[], Reservation | ReservedPart]
@@ -192,6 +194,7 @@ class StageGroup(LiveGroup):
             deterministic=self._options.deterministic,
             cuda_graphs=self._options.cuda_graphs,
             adapter=self._options.adapter,
+            adapters=self._options.adapters,
         )
         if self._plan.stand_in is None:
             return spec

@@ -58,6 +58,7 @@ class PlanKeywords(TypedDict, total=False):
     prefill_chunk_tokens: int | None
     tensor_parallel: int | str
     predictor: str | Path | None
+    adapters: Mapping[str, str | Path] | Iterable[str]
     max_request_latency_s: float | Literal["inf"] | None
     quantile: float
     schedule: str
@@ -96,6 +97,7 @@ class RunKeywords(SamplingKeywords, PromptingKeywords, total=False):
     model: str | None
     generation_config: GenerationConfigUse
     adapter: str | Path | None
+    adapters: Mapping[str, str | Path] | Iterable[str]
     address: str | None
     cache_dir: str | Path | None
     cache_limit_gib: float | None

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actors.stage.model_config import checked_end_tokens
+from planner.model.adapters import adapter_folders, named_adapters, ranks_of
 from planner.model.finding import model_config, model_shape
 from planner.model.shape import ModelShape
 from planner.model.weight_check import check_weights
+from planner.plan.spec import PlanSpec
 from quant.checkpoint.adapter import Adapter, no_merging
 from quant.checkpoint.model_reference import cached_snapshot, local_model, unfetched
 from quant.checkpoint.stored_tensors import other_parts, stored_tensors
@@ -51,6 +54,37 @@ def checked_adapter(given: str | Path | None, shape: ModelShape, folder: Path) -
     if shape.stored is not None:
         raise CheckpointError(no_merging(adapter.folder, folder))
     return str(adapter.folder)
+
+
+def checked_adapters(
+    given: Sequence[str],
+    plans: Mapping[str, PlanSpec],
+    shape: ModelShape,
+    merged: str | Path | None = None,
+) -> tuple[str, ...]:
+    """`NAME=FOLDER` of the adapters that rows of a run of `plans`, by their place, choose from: the
+    plan's own where none are `given`. SpecError for those that a plan has no room for,
+    CheckpointError for those that are not taken.
+    """
+    chosen: tuple[str, ...] = ()
+    for source, plan in plans.items():
+        if plan.stand_in is not None:
+            if given or merged:
+                raise SpecError("adapters have no effect: a stand-in computes; leave them out")
+            continue
+        planned = plan.adapters
+        chosen = tuple(given) or named_adapters({} if planned is None else planned.folders)
+        ranks = ranks_of(adapter_folders(chosen), shape)
+        room = [dict[str, int]() for _ in ranks] if planned is None else planned.ranks
+        for kind, own in zip(ranks, room, strict=True):
+            for module, rank in kind:
+                if rank > own.get(module, 0):
+                    raise SpecError(
+                        f"adapters have ranks of {rank} together in {module}, and {source} has "
+                        f"room for {own.get(module, 0)}; plan again with --adapters "
+                        f"{' '.join(chosen)}"
+                    )
+    return chosen
 
 
 def stored_note(shape: ModelShape) -> str | None:

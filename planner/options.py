@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from planner.model.adapters import named_adapters
 from planner.model.tensor_parallel import DEGREES
 from planner.optimiser.names import (
     BASELINE_METHODS,
@@ -236,6 +237,12 @@ class PlanOptions:
         "predictor of output lengths by which requests of s3 reserve memory: a folder of llmpq "
         "lengths train, oracle, or longest: all of what they may get (default: longest)",
     )
+    adapters: tuple[str, ...] = option(
+        "NAME=FOLDER",
+        "LoRA adapters of PEFT that rows choose by name, held by every stage beside the model",
+        (),
+        more={"action": "extend"},
+    )
     max_request_latency_s: float | Literal["inf"] | None = option(
         "SECONDS",
         "largest allowed seconds from when the prefill of a request begins to its last token "
@@ -255,6 +262,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", tuple(sorted({int(b) for b in self.bits})))
+        object.__setattr__(self, "adapters", named_adapters(self.adapters))
         if self.max_request_latency_s is not None:
             stored = _stored_bound(self.max_request_latency_s)
             object.__setattr__(self, "max_request_latency_s", stored)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from actors.stage.adapters import NAME, StageAdapters
 from actors.stage.model_config import read_config
 from actors.stage.partial_model import (
     architecture_of,
@@ -58,7 +59,8 @@ def load_shard(
     model = empty_model(config)
     keep_stage(model, spec.layers, spec.is_first, spec.is_last, spec.has_head)
     plan_frequencies(model, spec.max_tokens)
-    shape = model_shape(str(checkpoint.folder)) if spec.degree > 1 else None
+    whole_shape = model_shape(str(checkpoint.folder))
+    shape = whole_shape if spec.degree > 1 else None
     cuts: Sequence[Mapping[str, Cut]] = [{}] * len(spec.layers)
     vocabulary = None
     if shape is not None:
@@ -94,6 +96,10 @@ def load_shard(
             prepack_linears(load.module, processor)
             return_freed_memory()
         load_ends(model, spec, checkpoint, dtype, device, vocabulary)
+    if spec.adapters:
+        beside = StageAdapters(spec.adapters, spec.slots, spec.deterministic)
+        beside.load(whole_shape, spec.layers, loads)
+        model.add_module(NAME, beside)
     if spec.has_head and not _shares_head(config, spec):
         model.set_output_embeddings(prepack(model.get_output_embeddings(), processor))
     return model

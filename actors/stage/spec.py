@@ -32,7 +32,7 @@ class StageSpec:
     that of the rank. Experts have `expert_bitwidths`, one a layer, where these are others; those of
     layers in `hosted_experts` lie in the host's memory, from where they stream to the device for
     passes of `streams_from` tokens (None: never). `adapter`: the folder of one that is merged into
-    the weights.
+    the weights; `adapters`: `NAME=FOLDER` of those that requests choose.
     """
 
     index: int
@@ -60,6 +60,7 @@ class StageSpec:
     hosted_experts: tuple[int, ...] = ()
     streams_from: int | None = None
     adapter: str | None = None
+    adapters: tuple[str, ...] = ()
 
     def windows(self, shape: ModelShape) -> tuple[dict[int, int], dict[int, int]]:
         """How many tokens each layer sees that does not see all, in a model of this shape; and the

@@ -21,6 +21,7 @@ from actors.attention.kv_cache import CacheForm, KVCache
 from actors.attention.ragged import RaggedContext, with_rows
 from actors.attention.timer import AttentionTimer
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
+from actors.stage.adapters import adapters_of
 from actors.stage.decode_graphs import DecodeGraphs, decode_graphs
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.layer_cache import make_cache, most_kv_heads
@@ -104,9 +105,11 @@ class Stage:
             range_attention(width, self.dtype, form.held_dtype == torch.int8, device)
         if self._cache.states is not None:
             warm_up_mixer(self._cache.states, self.dtype)
-        put_own_layers(self._model, spec.layers, self._cache, self.dtype)
+        self._adapters = adapters_of(self._model)
+        if self._adapters is None:
+            put_own_layers(self._model, spec.layers, self._cache, self.dtype)
         self._graphs: DecodeGraphs | None = None
-        if spec.cuda_graphs and spec.degree == 1:
+        if spec.cuda_graphs and spec.degree == 1 and self._adapters is None:
             eager = partial(run_in_passes, self._model, self._cache)
             self._graphs = decode_graphs(
                 self._model, self._cache, self.dtype, spec.max_tokens, eager
@@ -160,7 +163,10 @@ class Stage:
         batch = MicroBatch(zeros, zeros, zeros + 1, zeros)
         context = RaggedContext.of_tokens(self._cache, batch)
         draw = torch.Generator().manual_seed(0)
-        for _ in range(_PROBES):
+        chosen = 0 if self._adapters is None else len(self._adapters.folders) + 1
+        for probe in range(_PROBES + chosen):
+            if self._adapters is not None:
+                self._adapters.choose(probe % chosen)
             one = torch.randn(1, self.hidden_size, generator=draw).to(self.dtype)
             if self.spec.is_first:
                 one = torch.randint(int(self._model.config.vocab_size), (1,), generator=draw)
@@ -218,6 +224,8 @@ class Stage:
         """
         inputs = self._shared(Order.STEP, batch, inputs)
         self._cache.prepare(batch)
+        if self._adapters is not None:
+            self._adapters.admit(batch.admitted)
         hidden = self._hidden(batch, inputs)
         self._cache.keep(batch)
         if self.spec.is_last and (batch.samples is not None or not batch.is_decode):
@@ -353,7 +361,9 @@ def run_decoder(
     hidden_size]`; returns hidden states. Rows beyond the tokens of the context are nobody's.
     `others` are further arguments of transformers' forward.
     """
-    own = own_layers(model)
+    own, adapters = own_layers(model), adapters_of(model)
+    if adapters is not None:
+        adapters.begin(context.where.batch, inputs.device)
     if own:
         context.tell(own[0].group(context.cache))
         return run_own_layers(model, own, context, inputs)

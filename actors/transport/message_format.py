@@ -339,7 +339,7 @@ def _from_json(values: dict[str, Any]) -> Admission:
     numbers = sum((values[name] for name in _ADMITTED_TOKENS), ())
     numbers += (admission.slot, admission.max_new_tokens, room.begin, room.size)
     if (
-        {type(admission.custom_id), type(admission.draw_id)} != {str}
+        {*map(type, (admission.custom_id, admission.draw_id, admission.adapter))} != {str}
         or {*map(type, numbers)} != {int}
         or min(numbers) < 0
     ):

@@ -27,7 +27,7 @@ _EXAMPLES = (
     "      --max_request_latency_s 20 --quantile 0.99 -o plan.json",
 )
 _GROUPS = {
-    "what to plan": "model model_name model_size",
+    "what to plan": "model model_name model_size adapters",
     "prompts": "input prompts prompt_length new_tokens global_batch in_flight lengths long_rows "
     "percentile chat_template chat_template_kwargs add_special_tokens",
     "cluster": "cluster device_names device_numbers address write_cluster memory_margin "

@@ -45,7 +45,7 @@ _RUN_GROUPS = {
     "top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias seed stop "
     "stop_token_ids min_tokens ignore_eos",
     "prompts: for rows that do not say": _PROMPTING,
-    "cluster and weights": f"address model adapter cluster importance {_STAGES}",
+    "cluster and weights": f"address model adapter adapters cluster importance {_STAGES}",
     **_SUBMITTING,
     "watching the run": "trace drift replan",
     "schedule": "policy predictor save_predictor max_batch_size prefill_chunk_tokens",
@@ -105,7 +105,7 @@ _SERVE_GROUPS = {
     "load": "replicas queue_limit drain_s",
     "prompts: of requests that do not say": _PROMPTING,
     "files and batches": "batch_dir file_limit_mib batch_dir_limit_gib",
-    "cluster and weights": f"address model adapter importance {_STAGES}",
+    "cluster and weights": f"address model adapter adapters importance {_STAGES}",
     "schedule": "policy predictor save_predictor max_batch_size prefill_chunk_tokens",
 }
 

@@ -68,13 +68,15 @@ class JobIdentity:
     """Model and sampling that all rows of a job share: a row's own sampling comes before.
 
     `model` is a digest; `sampling.max_new_tokens` is settled. `prompting`: how prompts become
-    tokens, None for what is not set, of a template the digest.
+    tokens, None for what is not set, of a template the digest. `adapters`: digests of those that
+    rows choose, by name.
     """
 
     model: str
     model_name: str
     sampling: Sampling
     prompting: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def fingerprint(self, row: Row | BadRow) -> str:
         """Digest of the model, then of prompt and sampling, or of what is wrong with a bad row."""
@@ -84,6 +86,8 @@ class JobIdentity:
             content = {**row.content, "sampling": sampling.settings}
             prompting = {name: value for name, value in self.prompting.items() if value is not None}
             content |= {"prompting": prompting} if prompting else {}
+            if row.adapter is not None:
+                content["adapter"] = [row.adapter, self.adapters.get(row.adapter)]
         else:
             content = {"error": row.error}
         return f"{self.model}-{digest(content, FINGERPRINT_HEX)}"
@@ -116,10 +120,16 @@ def model_digest(folder: Path, reference: str, adapter: str | None = None) -> st
         else:
             seen.update(f"{reference}@{folder.name}".encode())
         if adapter is not None:
-            seen.update((Path(adapter) / ADAPTER_CONFIG).read_bytes())
-            _add_samples(seen, Path(adapter) / ADAPTER_WEIGHTS)
+            seen.update(adapter_digest(adapter).encode())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    return seen.hexdigest()
+
+
+def adapter_digest(folder: str) -> str:
+    seen = hashlib.blake2b(digest_size=MODEL_HEX // 2)
+    seen.update((Path(folder) / ADAPTER_CONFIG).read_bytes())
+    _add_samples(seen, Path(folder) / ADAPTER_WEIGHTS)
     return seen.hexdigest()
 
 

@@ -17,6 +17,9 @@ from actors.sampling_options import Sampling
 from llmpq.rows.results import plain_value
 
 PROMPT_FIELDS = ("prompt", "messages")
+ADAPTER = "adapter"
+"""The name of the adapter that a row is answered with."""
+
 OTHER_PROMPTS = ("inputs", "input", "input_ids", "prompt_token_ids")
 """What TGI, OpenAI, transformers and vLLM call a prompt; beside one of ours they are columns."""
 
@@ -138,7 +141,7 @@ _NOT_FOLLOWED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "system": ("",), "system_prompt": ("",),
     },
     "one chat template holds for all rows: give it by --chat_template": {"chat_template": ()},
-    "one model answers all rows: leave it out": {"adapter_id": (), "lora_path": ()},
+    "name an adapter of the run in adapter, or leave it out": {"adapter_id": (), "lora_path": ()},
     f"give the template's own argument in chat_template_kwargs, or {_IN_WORDS}": {
         "reasoning_effort": (), "think": (None,), "thinking": (None,), "thinking_budget": (),
         "thinking_token_budget": (),
@@ -247,7 +250,7 @@ are columns; in an object of fields and in a request's body every one is a field
 """
 
 KNOWN_FIELDS = frozenset(
-    ("custom_id", *PROMPT_FIELDS, "body", *OBJECTS, *_FOLLOWED, *_UNFOLLOWED)
+    ("custom_id", *PROMPT_FIELDS, ADAPTER, "body", *OBJECTS, *_FOLLOWED, *_UNFOLLOWED)
 ) - frozenset(_WORDS)
 """Fields that have a meaning in a row, and never are its own columns."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmpq.rows.fields import OTHER_PROMPTS, PROMPT_FIELDS, is_field, nearest_field
+from llmpq.rows.fields import ADAPTER, OTHER_PROMPTS, PROMPT_FIELDS, is_field, nearest_field
 from llmpq.rows.request_fields import (
     fields_by_name,
     plain_message,
@@ -48,7 +48,7 @@ class Row:
 
     `prompt_options`: how text or messages become tokens, where the row says so: arguments of the
     chat template and of the tokenizer. `columns`: what the row carries beside, which comes out with
-    its result.
+    its result. `adapter`: the name of the one that answers it with the model.
     """
 
     custom_id: str
@@ -58,6 +58,7 @@ class Row:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     prompt_options: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
 
     @property
     def content(self) -> Mapping[str, Any]:
@@ -71,6 +72,7 @@ class Row:
             "token_ids": self.token_ids,
             "messages": self.messages,
             "prompt_options": self.prompt_options or None,
+            ADAPTER: self.adapter,
         }
         return {name: value for name, value in given.items() if value is not None} | {
             "sampling": self.sampling
@@ -208,15 +210,23 @@ def _parse(fields: dict[str, Any], custom_id: str, columns: Mapping[str, Any]) -
             + "".join(f"; is {name} the prompt? name it so" for name in meant[:1])
         )
     value, is_chat = prompts[given[0]], given[0] == "messages"
+    adapter = _adapter(plain_value(fields.pop(ADAPTER, None)))
     found = fields_by_name(fields)
     options, sampling = prompt_options(found, is_chat), sampling_overrides(found)
     if is_chat:
-        return Row(custom_id, None, None, _messages(value), sampling, options, columns)
+        return Row(custom_id, None, None, _messages(value), sampling, options, columns, adapter)
     if not isinstance(value, str):
-        return Row(custom_id, None, _token_ids(value), sampling=sampling, columns=columns)
+        ids = _token_ids(value)
+        return Row(custom_id, None, ids, None, sampling, {}, columns, adapter)
     if not is_writable(value):
         raise RowError("prompt holds half a surrogate pair, which no tokenizer can read")
-    return Row(custom_id, value, sampling=sampling, prompt_options=options, columns=columns)
+    return Row(custom_id, value, None, None, sampling, options, columns, adapter)
+
+
+def _adapter(value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and is_writable(value)):
+        raise RowError(f"adapter is {value!r:.80}; it must be the name of one, or null")
+    return value or None
 
 
 def _messages(value: Any) -> Messages:

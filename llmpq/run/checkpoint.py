@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 from actors.messages import Sampling
 from actors.processes.placement import check_cpus
 from actors.stage.model_config import end_tokens
-from llmpq.jobs.store import JobIdentity, ModelNames, model_digest
+from llmpq.jobs.store import JobIdentity, ModelNames, adapter_digest, model_digest
 from llmpq.lengths.sources import check_source
-from llmpq.model_check import checked_adapter, checked_shape
+from llmpq.model_check import checked_adapter, checked_adapters, checked_shape
 from llmpq.remote.session import joins_ray
 from llmpq.rows.sampling import JobSampling, job_sampling
 from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import beyond_vocabulary
 from planner.fleet.fleet_spec import FleetSpec, Runnable, named_plans, plans_of, shown_plan
+from planner.model.adapters import adapter_folders
 from planner.model.finding import shape_at_hand
 from planner.model.shape import ModelShape
 from planner.plan.check import check_plan
@@ -247,13 +248,14 @@ def check_machine(spec: Runnable, options: RunOptions, folder: Path) -> None:
 @dataclass(frozen=True)
 class RunModel:
     """The model that a run computes: `plan`, which for a fleet has the stages of all pipelines, the
-    `checkpoint` and the `adapter` merged into it as all nodes know them, its `folder` here, the
-    sampling of rows that have none, and whether lengths of answers are predicted.
+    `checkpoint` and its adapters as all nodes know them, its `folder` here, the sampling of rows
+    that have none, and whether lengths of answers are predicted.
     """
 
     plan: PlanSpec
     checkpoint: str
     adapter: str | None
+    adapters: tuple[str, ...]
     folder: Path
     sampling: JobSampling
     shape: ModelShape
@@ -279,14 +281,13 @@ def model_of_run(
         check_machine(spec, options, folder)
     shape = shape_for_run(spec, sampling.sampling, folder, source)
     adapter = checked_adapter(options.adapter, shape, folder)
-    if adapter is not None and plan.stand_in is not None:
-        raise SpecError(f"adapter has no effect: a stand-in computes; leave {adapter} out")
+    adapters = checked_adapters(options.adapters, named_plans(spec, source), shape, adapter)
     if is_started:
         importance_file(plan, options.importance, options.cache, shape)
     predicts = PREDICTING in policies
     if predicts:
         check_source(options.predictor, folder, shape.vocab_size, options.save_predictor)
-    return RunModel(plan, checkpoint, adapter, folder, sampling, shape, predicts)
+    return RunModel(plan, checkpoint, adapter, adapters, folder, sampling, shape, predicts)
 
 
 def job_identity(spec: Runnable, options: RunOptions, source: str = "the plan") -> JobIdentity:
@@ -299,6 +300,7 @@ def job_identity(spec: Runnable, options: RunOptions, source: str = "the plan") 
         plan.model.name,
         replace(sampling, max_new_tokens=most),
         options.prompting.identity,
+        {name: adapter_digest(each) for name, each in adapter_folders(found.adapters).items()},
     )
 
 

@@ -31,6 +31,7 @@ from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
 from planner.fleet.fleet_spec import Runnable
+from planner.model.adapters import adapter_folders, named_adapters
 from planner.plan.simulate import check_trace_path
 from planner.plan.spec import PlanSpec, all_stages, undivided
 from quant.common.errors import DeviceError, HeadLostError, StageLostError
@@ -62,7 +63,7 @@ class CheckedModel:
         self.options, self._job = options, job
         self.listener: OnEvent = ignore_event
         self._importance: ImportanceStore | None = None
-        self._adapter = found.adapter
+        self._adapter, self.adapters = found.adapter, adapter_folders(found.adapters)
         self._checkpoint, self.folder, self._shape = found.checkpoint, found.folder, found.shape
         self.sampling, self.predicts = found.sampling, found.predicts
         notes = (left_out_note(self.folder), end_note(self.sampling.sampling, self.folder))
@@ -127,6 +128,7 @@ class CheckedModel:
             deterministic=options.deterministic,
             cuda_graphs=not options.no_cuda_graphs,
             adapter=self._adapter,
+            adapters=named_adapters(self.adapters),
         )
         return group_of(plan, self._checkpoint, group_options)
 
@@ -216,7 +218,14 @@ class RunResources(CheckedModel):
             self.tokenizer = self._started_tokenizer()
         plan, long = self._first_plan, self._first_plan.long_rows
         long_workload = None if long is None else long.workload
-        return RequestMaker(plan.workload, self.vocab_size, sampling, self.tokenizer, long_workload)
+        return RequestMaker(
+            plan.workload,
+            self.vocab_size,
+            sampling,
+            self.tokenizer,
+            long_workload,
+            frozenset(self.adapters),
+        )
 
     @property
     def model_folder(self) -> str | None:

@@ -19,6 +19,7 @@ from llmpq.rows.sampling import (
 )
 from llmpq.tokenizing.prompting import PROMPTING_OPTIONS, PromptingOptions
 from llmpq.tokenizing.tokenizer_process import ROW_S, RowLimits
+from planner.model.adapters import named_adapters
 from planner.option_rules import (
     ANY,
     Range,
@@ -101,6 +102,12 @@ class RunOptions(PromptingOptions):
     adapter: str | Path | None = option(
         "FOLDER", "LoRA adapter of PEFT that is merged into the weights while they are loaded"
     )
+    adapters: tuple[str, ...] = option(
+        "NAME=FOLDER",
+        "LoRA adapters that rows choose by name, which the plan counts (default: the plan's)",
+        (),
+        more={"action": "extend"},
+    )
     address: str | None = option(
         "ADDRESS", "Ray cluster to join, auto for the one on this machine (default: a local one)"
     )
@@ -180,6 +187,7 @@ class RunOptions(PromptingOptions):
     def __post_init__(self) -> None:
         """Check every value that can be checked without the plan and its model."""
         refuse_not_finite(self)
+        object.__setattr__(self, "adapters", named_adapters(self.adapters))
         CacheSettings(limit_gib=self.cache_limit_gib)
         RowLimits(row_s=self.row_s)
         _ = self.recovery, self.prompting

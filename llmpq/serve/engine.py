@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -73,6 +73,10 @@ class Engine(Protocol):
     @property
     def model_name(self) -> str:
         """Name of the model as users know it."""
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """Names of adapters that requests may choose in place of the model alone."""
 
     @property
     def created_s(self) -> int:

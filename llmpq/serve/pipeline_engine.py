@@ -57,7 +57,7 @@ class PipelineEngine:
         self.notes = model.notes
         model.load_importance()
         room, found = model.plan.workload, model.sampling.sampling
-        self.model_name = model.plan.model.name
+        self.model_name, self.adapters = model.plan.model.name, tuple(model.adapters)
         self.created_s = int(time.time())
         self.sampling = found
         self.limits = EngineLimits(

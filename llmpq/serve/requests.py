@@ -79,7 +79,15 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
             made = f"{name}-{number}"
             drawn = made if body.seed is None else str(number)
             generations.append(
-                Request(made, ids, most, sampling, draw_id=drawn, top_logprobs=body.alternatives)
+                Request(
+                    made,
+                    ids,
+                    most,
+                    sampling,
+                    draw_id=drawn,
+                    top_logprobs=body.alternatives,
+                    adapter=body.model if body.model in engine.adapters else "",
+                )
             )
     markers, end = None if isinstance(body, CompletionBody) else engine.markers, ""
     if markers is not None:

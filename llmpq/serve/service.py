@@ -24,6 +24,7 @@ from llmpq.serve.metrics import ServeMetrics
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.requests import Asked, asked, generations_of
 from llmpq.tokenizing.reasoning import ReasoningStream
+from quant.common.errors import SpecError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -101,13 +102,20 @@ class Service:
     ) -> None:
         self.engine = engine
         self.options = options
+        if len(set(self.names)) < len(self.names):
+            raise SpecError(
+                f"the names {', '.join(self.names)} of the model and its adapters must differ; "
+                "give another --served_model_name"
+            )
         self.gate = Gate(engine, options)
         self.clock = clock
         self.metrics = metrics or ServeMetrics()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.options.served_model_names or (self.engine.model_name,)
+        """Of the model, then of adapters beside it."""
+        own = self.options.served_model_names or (self.engine.model_name,)
+        return (*own, *self.engine.adapters)
 
     def check_model(self, name: str) -> None:
         if name not in self.names:

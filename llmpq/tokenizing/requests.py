@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ class _Begun(NamedTuple):
     custom_id: str
     sampling: Sampling
     task: int
+    adapter: str
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class RequestMaker:
     """Turns rows into requests that `workload` has room for, or `long_rows` where it has not.
 
     `tokenizer` may be None when every prompt is a list of token ids; results then carry no text.
+    `adapters`: names that rows may choose; None: any.
     """
 
     workload: Workload
@@ -54,6 +56,7 @@ class RequestMaker:
     sampling: Sampling
     tokenizer: TokenizerProcess | None
     long_rows: Workload | None = None
+    adapters: Collection[str] | None = ()
 
     def is_long(self, request: Request) -> bool:
         """Whether only `long_rows` has room for `request`."""
@@ -78,11 +81,20 @@ class RequestMaker:
         sampling = merge_sampling(self.sampling, row.sampling)
         try:
             self._check_sampling(sampling)
+            adapter = self._adapter(row)
             if row.token_ids is None:
-                return _Begun(row.custom_id, sampling, self._submitted(row))
-            return self._made(row.custom_id, sampling, row.token_ids)
+                return _Begun(row.custom_id, sampling, self._submitted(row), adapter)
+            return self._made(row.custom_id, sampling, row.token_ids, adapter)
         except RowError as error:
             return BadRow(row.custom_id, str(error))
+
+    def _adapter(self, row: Row) -> str:
+        name = row.adapter or ""
+        if name and self.adapters is not None and name not in self.adapters:
+            there = f"those of the run are {', '.join(sorted(self.adapters))}; name one of them"
+            none = "the run has none; give --adapters, or leave it out"
+            raise RowError(f"adapter is {name!r:.80}; {there if self.adapters else none}")
+        return name
 
     def _check_sampling(self, sampling: Sampling) -> None:
         room = max(each.new_tokens for each in self._workloads)
@@ -125,11 +137,13 @@ class RequestMaker:
                 raise self._too_long(answer.characters, self.tokenizer.most_characters or 0)
             if answer.tokens is not None:
                 raise self._too_many(answer.tokens)
-            return self._made(begun.custom_id, begun.sampling, answer.ids or ())
+            return self._made(begun.custom_id, begun.sampling, answer.ids or (), begun.adapter)
         except RowError as error:
             return BadRow(begun.custom_id, str(error))
 
-    def _made(self, custom_id: str, sampling: Sampling, prompt_ids: tuple[int, ...]) -> Request:
+    def _made(
+        self, custom_id: str, sampling: Sampling, prompt_ids: tuple[int, ...], adapter: str
+    ) -> Request:
         wanted = sampling.max_new_tokens or self.workload.new_tokens
         if not prompt_ids:
             raise RowError("the prompt has no tokens")
@@ -146,7 +160,7 @@ class RequestMaker:
             raise RowError(
                 f"token id {max(prompt_ids)} is beyond the vocabulary of {self.vocab_size}"
             )
-        return Request(custom_id, prompt_ids, wanted, sampling)
+        return Request(custom_id, prompt_ids, wanted, sampling, adapter=adapter)
 
     def _too_many(self, tokens: int) -> RowError:
         return RowError(
@@ -226,7 +240,7 @@ def requests_of_any_length(
 ) -> Iterator[Request | BadRow]:
     """Requests of `rows`, in their order, whatever their length and without their sampling."""
     room = Workload(1, MAX_TOKENS, MAX_TOKENS)
-    maker = RequestMaker(room, MAX_TOKENS, Sampling(), tokenizer)
+    maker = RequestMaker(room, MAX_TOKENS, Sampling(), tokenizer, adapters=None)
     return maker.requests(replace(row, sampling={}) for row in rows)
 
 

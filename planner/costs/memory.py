@@ -32,6 +32,7 @@ from planner.costs.temporaries import (
     restored_bytes,
     scratch_tokens,
 )
+from planner.model.adapters import adapter_widths
 from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
@@ -142,7 +143,8 @@ def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | Non
         logits = work.vocabulary or shape.vocab_size
         peaks.append(rows * logits * (element + _SAMPLING_BYTES_PER_LOGIT))
     under_way = _TRANSFER_BUFFERS * work.most_tokens * shape.message_width * element
-    return max(peaks) + under_way + _scratch_bytes(work)
+    added = max(map(adapter_widths, shape.kind_shapes)) * work.most_tokens * element
+    return max(peaks) + under_way + _scratch_bytes(work) + added
 
 
 def _scratch_bytes(work: StageWork) -> int:

@@ -8,6 +8,7 @@ from itertools import repeat
 
 from planner.cluster.device import Device
 from planner.costs.temporaries import KV_SCALE_BYTES
+from planner.model.adapters import adapter_parameters
 from planner.model.families import layer_factors
 from planner.model.shape import ModelShape
 from planner.workload import Workload
@@ -35,6 +36,7 @@ def layer_weight_bytes(
     exact += 0 if shape.experts is None else shape.experts.exact_parameters
     wider = exact * (_FLOAT32_BYTES - DTYPE_BYTES[dtype])
     others = shape.layer_other_parameters + layer_factors(shape.model_type)
+    others += adapter_parameters(shape)
     return packed + order + others * DTYPE_BYTES[dtype] + wider
 
 

@@ -21,7 +21,7 @@ MAX_SIZE = 2**24
 
 _NOT_IN_FINGERPRINT = (
     *("name", "max_positions", "sliding_window", "stored", "decoded", "alibi"),
-    *("activation_buffers", "cut_groups"),
+    *("activation_buffers", "cut_groups", "adapter_ranks"),
 )
 _NOT_IN_OLDER_ONES = (
     *("kind", "kinds", "pattern", "joined", "experts", "delta", "layer_norms", "fused_mlp"),
@@ -47,7 +47,8 @@ class ModelShape:
     end. `activation_buffers` of the MLP's width beside its result. `cut_groups`: columns of a rank
     that share a scale in attention's output, in the MLP's last linear and in an expert's, where
     there are such
-    (`planner.model.tensor_parallel`).
+    (`planner.model.tensor_parallel`). `adapter_ranks`: what adapters beside the model add to
+    linears of a layer (`planner.model.adapters`).
     """
 
     name: str
@@ -94,6 +95,7 @@ class ModelShape:
     per_layer_width: int = 0
     sinks: bool = False
     latent: LatentAttention | None = None
+    adapter_ranks: tuple[tuple[str, int], ...] = ()
 
     def __hash__(self) -> int:
         return self._hash

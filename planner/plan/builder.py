@@ -14,12 +14,13 @@ from planner.costs.hosting import host_bytes, host_threads
 from planner.costs.memory import StageEnds, fixed_stage_memory, memory_with_layers, state_bytes
 from planner.costs.model import CostModel
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
+from planner.model.adapters import adapter_folders
 from planner.model.layer_parts import LayerChoice
 from planner.optimiser.assignment import Assignment, AssignmentCosts, stage_times
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.plan.file import PLAN_VERSION
 from planner.plan.modelled_times import ModelledTimes, modelled_times
-from planner.plan.parts import JobForecast, Prediction
+from planner.plan.parts import JobForecast, PlannedAdapters, Prediction
 from planner.plan.spec import Baseline, PlannedModel, PlanSpec, SolverRecord, StagePlan
 from planner.simulation.job_simulation import MOST_PASSES, Forecast, forecast_assignment
 from planner.workload import MicroBatches, Workload
@@ -95,7 +96,14 @@ def build_plan(
         stand_in=cluster.emulate.stand_in if cluster.emulate else None,
         job=_job_forecast(costs, solution, forecast),
         policy=costs.policy(solution.sizes),
+        adapters=_adapters(costs),
     )
+
+
+def _adapters(costs: CostModel) -> PlannedAdapters | None:
+    folders = adapter_folders(costs.options.adapters)
+    ranks = tuple(dict(kind.adapter_ranks) for kind in costs.shape.kind_shapes)
+    return PlannedAdapters(folders, ranks) if folders else None
 
 
 def _unused(every: Sequence[Device], used: Sequence[Device]) -> tuple[str, ...]:

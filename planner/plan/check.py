@@ -20,6 +20,7 @@ from planner.costs.memory import (
     memory_with_layers,
     state_bytes,
 )
+from planner.model.adapters import with_adapters
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
 from planner.plan.spec import PlanSpec, StagePlan, all_stages
@@ -37,6 +38,10 @@ def check_plan(plan: PlanSpec, shape: ModelShape | None, source: str = "plan") -
     """Compute again what follows from workload, micro-batches, devices and layers; without `shape`,
     bytes are only added up. SpecError names the first field that differs, and the remedy.
     """
+    if shape is not None and plan.adapters is not None:
+        kinds = len(shape.kind_shapes)
+        _refuse_first([("adapters.ranks", len(plan.adapters.ranks), kinds, "its kinds")], source)
+        shape = with_adapters(shape, plan.adapters.of_kinds)
     for stage in plan.stages:
         _refuse_first(_device_fields(plan, stage, source), source)
     _refuse_first(_origin(plan, source), source)

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from planner.costs.memory import StageMemory
 from planner.lengths import RequestLengths
+from planner.model.adapters import Ranks
 from planner.optimiser.problem import JobPasses
 from planner.options import Quality
 from planner.workload import MAX_REQUESTS, Job
@@ -24,6 +25,7 @@ MAX_BYTES = 2**60
 """An exbibyte: a stage of more is a typing error."""
 MAX_LAYERS = 2**16
 MAX_THREADS = 2**16
+MAX_RANKS = 2**20
 MAX_SECONDS = 1e9
 """Most seconds of one micro-batch: three decades."""
 
@@ -82,6 +84,20 @@ Rounding = Annotated[str, _one_of(PLAN_ROUNDINGS)]
 KvBits = Annotated[int, _one_of(KV_BITWIDTHS)]
 Backends = Annotated[dict[int, str], AfterValidator(_known_backends)]
 Memory = Annotated[StageMemory, AfterValidator(_no_negative_part)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class PlannedAdapters:
+    """Adapters beside the model: `folders` by name, and `ranks` of all together by module, for the
+    layers of each kind.
+    """
+
+    folders: dict[str, str]
+    ranks: tuple[dict[str, Annotated[int, Field(ge=1, le=MAX_RANKS)]], ...]
+
+    @property
+    def of_kinds(self) -> tuple[Ranks, ...]:
+        return tuple(tuple(sorted(each.items())) for each in self.ranks)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -32,6 +32,7 @@ from planner.plan.parts import (
     LayerRange,
     Memory,
     PerplexityForecast,
+    PlannedAdapters,
     PlannedImportance,
     PlansBeside,
     Positive,
@@ -219,6 +220,7 @@ class PlanSpec(Saved):
     importance: PlannedImportance | None = None
     latency: LatencyForecast | None = None
     prefill_plan: PlanSpec | None = None
+    adapters: PlannedAdapters | None = None
 
     def needs_importance(self, shape: ModelShape) -> bool:
         """Whether weights, or keys at 8 bit, are rounded by importance; not codes that are kept."""

@@ -15,6 +15,7 @@ from planner.costs.hosting import can_host
 from planner.costs.latency_model import LatencyModel, RememberedLatency
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
+from planner.model.adapters import adapter_folders, ranks_of, with_adapters
 from planner.model.shape import ModelShape
 from planner.optimiser.problem import FloatArray
 from planner.options import AUTO, PlanOptions, kv_bits_of
@@ -42,6 +43,12 @@ class PlanningRequest:
     workload: Workload
     options: PlanOptions
     job: Job | None = None
+
+    def __post_init__(self) -> None:
+        """Have the layers of the shape hold the adapters that options name."""
+        if self.options.adapters:
+            ranks = ranks_of(adapter_folders(self.options.adapters), self.shape)
+            object.__setattr__(self, "shape", with_adapters(self.shape, ranks))
 
     @classmethod
     def of(

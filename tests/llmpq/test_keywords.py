@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -18,6 +19,7 @@ from planner.options import PlanOptions
 from quant.common.errors import SpecError
 
 WIDER: dict[str, Any] = {
+    "adapters": Mapping[str, str | Path] | Iterable[str],
     "bits": Iterable[int],
     "stop": str | Iterable[str],
     "stop_token_ids": Iterable[int],

@@ -50,6 +50,7 @@ class BehindOnline:
     def __init__(self, engine: Engine, gate: Gate) -> None:
         self._engine = engine
         self.model_name, self.created_s = engine.model_name, engine.created_s
+        self.adapters = engine.adapters
         self.limits, self.sampling, self.markers = engine.limits, engine.sampling, engine.markers
         self.decode = engine.decode
         self._gate = gate

@@ -45,6 +45,7 @@ class PretendEngine:
     markers: Markers | None = None
     status: EngineStatus = "ready"
     queue: QueueState = IDLE
+    adapters: tuple[str, ...] = ()
     hold_after: int | None = None
     fault: Exception | None = None
     fault_after: int = 0
