@@ -188,8 +188,8 @@ def _identities(folder: Path) -> tuple[FileIdentity, ...]:
 def no_merging(adapter: str | Path, model: str | Path) -> str:
     return (
         f"adapter {adapter} cannot be merged into {model}, whose weights are integer codes that "
-        "stages keep; give the 16-bit model that they were made of, or plan with it beside the model "
-        "(--adapters NAME=FOLDER)"
+        "stages keep; give the 16-bit model that they were made of, or plan with the adapter "
+        "beside the model (--adapters NAME=FOLDER)"
     )
 
 

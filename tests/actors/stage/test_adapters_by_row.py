@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from actors.messages import Request, Sampling
-from actors.schedule.scheduler import QueueSizes
+from actors.schedule.orca import OrcaScheduler
+from actors.schedule.s3 import S3Scheduler
+from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.static import StaticScheduler
 from actors.stage.stage import Stage
 from planner.cluster.accelerators import find_accelerator
@@ -77,12 +79,17 @@ def adapted(tmp_path: Path, name: str) -> Adapted:
     return Adapted(tmp_path / "base", tuple(adapters), tokens)
 
 
-def generated(stages: Sequence[Stage]) -> list[list[int]]:
+def generated(stages: Sequence[Stage], scheduler: Scheduler | None = None) -> list[list[int]]:
     prompts, spec = random_prompts(LENGTHS), stages[0].spec
-    scheduler = StaticScheduler(QueueSizes(spec.slots, 2, 3, spec.max_tokens), len(stages))
+    if scheduler is None:
+        sizes = QueueSizes(spec.slots, 2, 3, spec.max_tokens)
+        scheduler = StaticScheduler(sizes, len(stages))
     rows = enumerate(zip(prompts, OF_ROW, strict=True))
     scheduler.add(
-        [Request(str(i), ids, NEW_TOKENS, Sampling(), adapter=name) for i, (ids, name) in rows]
+        [
+            Request(str(i), ids, NEW_TOKENS, Sampling(), expected_tokens=1, adapter=name)
+            for i, (ids, name) in rows
+        ]
     )
     found = {}
     for finished in drive(scheduler, LocalPipeline(stages)):
@@ -104,6 +111,36 @@ def test_each_row_has_its_own(name: str, tmp_path: Path) -> None:
         specs = specs_of(bounds, len(LENGTHS), longest, adapters=case.adapters)
         with divided(specs, degrees, case.folder) as stages:
             assert generated(stages) == case.tokens
+
+
+@pytest.mark.parametrize("policy", ["orca", "s3"])
+def test_requests_that_move_and_are_preempted_keep_theirs(policy: str, tmp_path: Path) -> None:
+    case, longest = adapted(tmp_path, "qwen2"), max(LENGTHS) + NEW_TOKENS
+    kv_tokens, slots = 2 * longest, 8
+    specs = specs_of(
+        (0, 2, LAYERS),
+        slots,
+        longest,
+        adapters=case.adapters,
+        kv_tokens=kv_tokens,
+        parked_tokens=10**6,
+    )
+    stages = [Stage(spec, case.folder, torch.device("cpu"), Processor()) for spec in specs]
+    parking = {"park_tokens_from": 1, "parked_tokens": 10**6} if policy == "s3" else {}
+    sizes = QueueSizes(
+        slots,
+        1,
+        4,
+        longest,
+        policy,
+        kv_tokens=kv_tokens,
+        max_batch_size=4,
+        prefill_chunk_tokens=4,
+        **parking,
+    )
+    scheduler = (S3Scheduler if policy == "s3" else OrcaScheduler)(sizes, len(stages))
+    assert generated(stages, scheduler) == case.tokens
+    assert bool(scheduler.supervision.parked) == (policy == "s3")
 
 
 def stage_of(case: Adapted, bits: int, **others: Any) -> Stage:
