@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -23,9 +23,6 @@ from quant.checkpoint.stored_tensors import (
 )
 from quant.common.errors import CheckpointError
 from quant.common.files import FileIdentity, read_json_object
-
-if TYPE_CHECKING:
-    import torch
 
 _PEFT_TYPE = "LORA"
 _REFUSED: Mapping[str, str] = {
@@ -85,9 +82,9 @@ class Adapter:
     def is_unchanged(self) -> bool:
         return self.identities == _identities(self.folder)
 
-    def read(self, of: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read `down` `[rank, in]` and `up` `[out, rank]` in float32; CheckpointError for values
-        that are not finite.
+    def read(self, of: LowRank) -> tuple[Any, Any]:
+        """Read torch's tensors `down` `[rank, in]` and `up` `[out, rank]` in float32;
+        CheckpointError for values that are not finite.
         """
         return self._tensor(of.down), self._tensor(of.up)
 
@@ -96,10 +93,10 @@ class Adapter:
         for each in self.modules.values():
             self.read(each)
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def _tensor(self, name: str) -> Any:
         try:
             with safe_open(self._weights, framework="pt") as opened:
-                tensor: torch.Tensor = opened.get_tensor(name).float()
+                tensor = opened.get_tensor(name).float()
         except (SafetensorError, RuntimeError, TypeError, OSError) as error:
             raise unreadable(self._weights, error) from error
         if not bool(tensor.isfinite().all()):

@@ -118,7 +118,8 @@ class Checkpoint:
         if added is None or self._adapter is None:
             return stored
         down, up = self._adapter.read(added)
-        return torch.addmm(stored.float(), up, down, alpha=added.scale)
+        merged: torch.Tensor = torch.addmm(stored.float(), up, down, alpha=added.scale)
+        return merged
 
     def read_as_stored(self, name: str) -> torch.Tensor:
         """As `read`, in the type of the file."""
