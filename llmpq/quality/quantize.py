@@ -23,14 +23,16 @@ from actors.stage.partial_model import architecture_of
 from llmpq.quality.layer_inputs import SQUARES_BYTES, observed
 from llmpq.quality.perplexity import ReportProgress
 from quant.checkpoint.codes import GroupCodes
+from quant.checkpoint.encoding import Writer
 from quant.checkpoint.model_folder import check_target, copy_settings, new_folder
 from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_config import GPTQ_METHOD
+from quant.checkpoint.written_methods import ANY_EXPERT, Layout
 from quant.common.errors import CheckpointError, InputError, SpecError
 from quant.experts import QuantizedExperts, expert_shapes
 from quant.loading.emulated_kernels import Compute
 from quant.loading.expert_tensors import FUSED
 from quant.rounding.gptq import gptq
-from quant.rounding.gptq_writer import ANY_EXPERT, GptqLayout, GptqWriter
 from quant.rounding.gram import Gram
 from quant.scheme import FULL_BITS, GptqOptions
 
@@ -38,7 +40,7 @@ from quant.scheme import FULL_BITS, GptqOptions
 @dataclass(frozen=True, eq=False)
 class Quantization:
     """Options of quantizing a checkpoint: `bitwidths`, one a layer, calibrated on a text, and those
-    of its experts, where they are others.
+    of its experts, where they are others. `method`: the format, a name in `METHODS`.
 
     `token_ids` `[sequences, length]`: the calibration text, without padding.
     """
@@ -48,6 +50,7 @@ class Quantization:
     compute: Compute
     gptq: GptqOptions
     expert_bitwidths: Sequence[int] = ()
+    method: str = GPTQ_METHOD
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,14 @@ def quantize_checkpoint(
     heads = architecture_of(stream.config).head_names
     expert_bits = wanted.expert_bitwidths or bitwidths
     linears = [_shapes(stream, index) for index in range(stream.layers)]
-    layout = GptqLayout(stream.layers_name, bitwidths, expert_bits, linears, heads)
+    layout = Layout(
+        stream.layers_name, bitwidths, expert_bits, linears, heads, wanted.method, wanted.gptq
+    )
     seldom = 0
     try:
         with new_folder(target, replace=overwrite) as folder:
             copy_settings(checkpoint.folder, folder)
-            writer = GptqWriter(folder, checkpoint, layout, wanted.gptq)
+            writer = Writer(folder, checkpoint, layout)
             for layer in stream_layers(stream, wanted.token_ids):
                 weights = _quantize_layer(layer, layout, wanted)
                 replaced: list[str] = []
@@ -126,7 +131,7 @@ def _shapes(stream: LayerStream, index: int) -> dict[str, tuple[int, int]]:
 
 
 def _quantize_layer(
-    layer: StreamedLayer, layout: GptqLayout, wanted: Quantization
+    layer: StreamedLayer, layout: Layout, wanted: Quantization
 ) -> dict[str, GroupCodes]:
     """Weights of the layer's linears, which hold the rounded ones afterwards."""
     weights: dict[str, GroupCodes] = {}

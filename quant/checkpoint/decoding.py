@@ -39,7 +39,7 @@ from quant.devices import ranges, row_blocks
 
 Rows = slice | list[int]
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs of the codes of a word of AutoAWQ, from the lowest bits on."""
 
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -181,9 +181,9 @@ def _awq_codes(words: Tensor) -> Tensor:
     if is_compiled(words.numel() * CODES) and not len(words) % CODES:
         return unpacked_awq(words)
     turned = words.t().contiguous()
-    codes = torch.empty(len(turned), len(_AWQ_ORDER), turned.shape[1], dtype=torch.uint8)
+    codes = torch.empty(len(turned), len(AWQ_ORDER), turned.shape[1], dtype=torch.uint8)
     for block in row_blocks(len(turned), turned.shape[1], turned.device):
-        for place, output in enumerate(_AWQ_ORDER):
+        for place, output in enumerate(AWQ_ORDER):
             codes[block, output] = (turned[block] >> 4 * place).bitwise_and_(15)
     return codes.flatten(0, 1)
 

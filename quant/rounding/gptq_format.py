@@ -1,11 +1,4 @@
-"""The checkpoint format of GPTQ weights: that of GPTQModel, and of auto-gptq before it.
-
-A module `name` of `in` x `out` features is stored as
-
-- `name.qweight` int32 `[in * bits / 32, out]`: codes of each output, a stream of bits from the
-  lowest bit of the first word on, so that 3-bit codes cross words;
-- `name.qzeros` int32 `[groups, out * bits / 32]`: zeros in the same way, along the outputs;
-- `name.scales` float16 `[groups, out]`, and `name.g_idx` int32 `[in]`: the group of each input.
+"""Codes that a checkpoint stores, in the canonical form of kernels.
 
 A weight is `(code - zero) * scale`. In the canonical form that is `(code - half) * scale + (half -
 zero) * scale`: exact with the scale in its own float16 and the product in float32. A backend that
@@ -22,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.checkpoint.codes import GroupCodes, pack_words
-from quant.checkpoint.stored_config import WORD_BITS
+from quant.checkpoint.codes import GroupCodes
 from quant.common.errors import CheckpointError
 from quant.devices import row_blocks
 from quant.rounding.canonical import CanonicalWeight, quantize
@@ -101,29 +93,3 @@ def _parts_of_group(group: int, columns: int) -> int:
     """
     usual = group_size(columns)
     return group // usual if group > usual and group % usual == 0 else 1
-
-
-def fills_words(rows: int, columns: int, bits: int) -> bool:
-    """Whether the codes of `columns` inputs and the zeros of `rows` outputs fill whole words, as
-    GPTQModel's kernels require.
-    """
-    period = WORD_BITS if bits == 3 else WORD_BITS // bits
-    return rows % period == 0 and columns % period == 0
-
-
-def gptq_tensors(weight: GroupCodes, zero_offset: int) -> dict[str, torch.Tensor]:
-    """The tensors of a module by the last part of their name; `weight` has to fulfil `fills_words`,
-    `zero_offset` is as in `StoredConfig`.
-    """
-    rows, columns = weight.codes.shape
-    assert fills_words(rows, columns, weight.bits), "checked before anything is computed"
-    assert not zero_offset or bool(weight.zero.all()), "format gptq cannot hold a zero of 0"
-    packed = torch.empty(rows, columns * weight.bits // WORD_BITS, dtype=torch.int32)
-    for block in row_blocks(rows, columns, packed.device):
-        packed[block] = pack_words(weight.codes[block], weight.bits)
-    return {
-        "qweight": packed.t().contiguous(),
-        "qzeros": pack_words(weight.zero.t() - zero_offset, weight.bits),
-        "scales": weight.scale.t().contiguous(),
-        "g_idx": weight.group_of_column.int(),
-    }

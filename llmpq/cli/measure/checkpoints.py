@@ -31,6 +31,7 @@ from planner.plan.spec import PlanSpec
 from quant.checkpoint.adapter import Adapter
 from quant.checkpoint.model_folder import check_target
 from quant.checkpoint.model_reference import resolve
+from quant.checkpoint.written_methods import check_bits
 from quant.common.errors import InputError, SpecError
 from quant.scheme import GptqOptions
 
@@ -53,6 +54,7 @@ def _quantize(options: QuantizeCommand) -> int:
     check_lengths(length)
     check_draw(options.sequences, options.seed)
     folder, bitwidths, expert_bitwidths = _model_and_bits(options)
+    check_bits(options.format, (*bitwidths, *expert_bitwidths))
     target = Path(options.output)
     check_target(folder, target, options.overwrite)
     documents = calibration_documents(options.calibration, options.input, folder, prompting)
@@ -78,7 +80,12 @@ def _quantize(options: QuantizeCommand) -> int:
         progress.say_expected(effort.gptq_s(sample.size, bitwidths))
         progress.report(0, len(bitwidths))
         wanted = Quantization(
-            bitwidths, torch.from_numpy(sample), compute, settings, expert_bitwidths
+            bitwidths,
+            torch.from_numpy(sample),
+            compute,
+            settings,
+            expert_bitwidths,
+            options.format,
         )
         made = quantize_checkpoint(checkpoint, target, wanted, options.overwrite, progress.report)
     seconds = time.perf_counter() - began

@@ -9,6 +9,8 @@ from llmpq.cli.parser import Parser
 from llmpq.quality.options import AUTO, DEVICES, DTYPES, ERROR, EvaluationOptions, IndicatorOptions
 from llmpq.tokenizing.prompting import PROMPTING_OPTIONS, PromptingOptions, prompting_rule
 from planner.option_rules import REQUIRED, Rule, argument, flag, option
+from quant.checkpoint.stored_config import GPTQ_METHOD
+from quant.checkpoint.written_methods import METHODS
 from quant.rounding.importance_header import SUFFIX
 from quant.scheme import (
     BITWIDTHS,
@@ -147,7 +149,7 @@ _QUANTIZE_EXAMPLES = (
 _QUANTIZE_GROUPS = {
     "model and bits": "plan bits model adapter",
     "calibration": f"calibration input {_PROMPTING} sequences sequence_length seed",
-    "output": "output overwrite",
+    "output": "output overwrite format",
     "rounding": "symmetric no_act_order damping",
     **_COMPUTING,
 }
@@ -173,6 +175,11 @@ class QuantizeCommand(CalibrationCommand):
     seed: int = option("SEED", "of the choice of sequences", 0)
     output: str = option("FOLDER", "folder to make", REQUIRED, names=("-o", "--output"))
     overwrite: bool = flag("replace an existing output")
+    format: str = option(
+        tuple(METHODS),
+        "what loads it: gptq GPTQModel, compressed-tensors vLLM, awq others at 4 bit; llmpq all",
+        GPTQ_METHOD,
+    )
     symmetric: bool = flag("put the zero point in the middle, as Marlin kernels require")
     no_act_order: bool = flag(
         "round columns in their order instead of those with the largest inputs first"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from llmpq.quality.quantize import quantize_checkpoint
+from quant.checkpoint import encoding
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import InputError
-from quant.rounding import gptq_writer
 from tests.actors.models import save_tiny
 from tests.llmpq.quality.test_quantize import CONFIGS, calibrated, make
 
@@ -34,7 +34,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise OSError(errno.ENOSPC, "No space left on device")
         path.write_bytes(b"half")
 
-    monkeypatch.setattr(gptq_writer, "save_file", fill_up)
+    monkeypatch.setattr(encoding, "save_file", fill_up)
     with pytest.raises(InputError, match=r"cannot write .*made .*No space left on device"):
         quantize_checkpoint(tmp_path / "model", tmp_path / "made", calibrated(), overwrite=True)
     assert len(saved) == 3

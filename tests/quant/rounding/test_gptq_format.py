@@ -12,14 +12,16 @@ from transformers import PreTrainedModel
 from planner.model.finding import model_shape
 from quant.backends.table import rule_for
 from quant.checkpoint.codes import pack_words, unpack_words
+from quant.checkpoint.encoding import gptq_tensors
 from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.written_methods import fills_words
 from quant.common.errors import CheckpointError
 from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear, linear_of_codes, quantize_linear
 from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import load_layer, module_nbytes
 from quant.rounding.canonical import dequantize, quantize
-from quant.rounding.gptq_format import fills_words, gptq_tensors, to_canonical
+from quant.rounding.gptq_format import to_canonical
 from quant.scheme import LinearShape, Processor
 from tests.quant.rounding.gptq_weights import (
     MODULE,
