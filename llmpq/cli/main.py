@@ -78,8 +78,13 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         "quantize": Subcommand(
             "measure.checkpoints:quantize_main",
             "measure.weight_options:quantize_parser",
-            "make a GPTQ checkpoint with a plan's bits",
+            "make a calibrated checkpoint with a plan's bits",
             "llmpq-quantize",
+        ),
+        "export": Subcommand(
+            "measure.checkpoints:export_main",
+            "measure.weight_options:export_parser",
+            "write a plan for vLLM: weights and how to start it",
         ),
         "eval": Subcommand(
             "measure.quality:evaluate_main",

@@ -9,13 +9,12 @@ inverted), of experts as many as `SQUARES_BYTES` allow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from actors.stage.layer_stream import LayerStream, StreamedLayer, stream_layers
@@ -24,11 +23,11 @@ from llmpq.quality.layer_inputs import SQUARES_BYTES, observed
 from llmpq.quality.perplexity import ReportProgress
 from quant.checkpoint.codes import GroupCodes
 from quant.checkpoint.encoding import Writer
-from quant.checkpoint.model_folder import check_target, copy_settings, new_folder
+from quant.checkpoint.model_folder import check_target, copy_settings, write_files, writing
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_config import GPTQ_METHOD
 from quant.checkpoint.written_methods import ANY_EXPERT, Layout
-from quant.common.errors import CheckpointError, InputError, SpecError
+from quant.common.errors import CheckpointError, SpecError
 from quant.experts import QuantizedExperts, expert_shapes
 from quant.loading.emulated_kernels import Compute
 from quant.loading.expert_tensors import FUSED
@@ -40,7 +39,8 @@ from quant.scheme import FULL_BITS, GptqOptions
 @dataclass(frozen=True, eq=False)
 class Quantization:
     """Options of quantizing a checkpoint: `bitwidths`, one a layer, calibrated on a text, and those
-    of its experts, where they are others. `method`: the format, a name in `METHODS`.
+    of its experts, where they are others. `method`: the format, a name in `METHODS`; `beside`:
+    texts that are written as files of these names too.
 
     `token_ids` `[sequences, length]`: the calibration text, without padding.
     """
@@ -51,6 +51,7 @@ class Quantization:
     gptq: GptqOptions
     expert_bitwidths: Sequence[int] = ()
     method: str = GPTQ_METHOD
+    beside: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,29 +92,24 @@ def quantize_checkpoint(
         stream.layers_name, bitwidths, expert_bits, linears, heads, wanted.method, wanted.gptq
     )
     seldom = 0
-    try:
-        with new_folder(target, replace=overwrite) as folder:
-            copy_settings(checkpoint.folder, folder)
-            writer = Writer(folder, checkpoint, layout)
-            for layer in stream_layers(stream, wanted.token_ids):
-                weights = _quantize_layer(layer, layout, wanted)
-                replaced: list[str] = []
-                if expert_bits[layer.index] != FULL_BITS:
-                    experts = _Experts(stream, layer, expert_bits[layer.index], wanted)
-                    for name, tensors in stream.stored_experts(layer.index).items():
-                        weights |= experts.quantize(name)
-                        replaced += tensors.stored_names()
-                    seldom += experts.seldom_asked
-                writer.write_layer(layer.index, weights, replaced)
-                layer.advance()
-                if progress is not None:
-                    progress(layer.index + 1, stream.layers)
-            writer.finish()
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"cannot write {target} ({error}); choose a folder that can be written, with space "
-            "for the weights"
-        ) from error
+    with writing(target, overwrite) as folder:
+        copy_settings(checkpoint.folder, folder)
+        write_files(folder, wanted.beside)
+        writer = Writer(folder, checkpoint, layout)
+        for layer in stream_layers(stream, wanted.token_ids):
+            weights = _quantize_layer(layer, layout, wanted)
+            replaced: list[str] = []
+            if expert_bits[layer.index] != FULL_BITS:
+                experts = _Experts(stream, layer, expert_bits[layer.index], wanted)
+                for name, tensors in stream.stored_experts(layer.index).items():
+                    weights |= experts.quantize(name)
+                    replaced += tensors.stored_names()
+                seldom += experts.seldom_asked
+            writer.write_layer(layer.index, weights, replaced)
+            layer.advance()
+            if progress is not None:
+                progress(layer.index + 1, stream.layers)
+        writer.finish()
     return Quantized(writer.total_bytes, seldom)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from quant.checkpoint.stored_config import CONFIG_FILE
 from quant.common.errors import InputError
 
@@ -40,6 +42,27 @@ def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
             (aside / "new" / inside.parts[0]).rename(base / inside.parts[0])
     finally:
         shutil.rmtree(aside)
+
+
+@contextmanager
+def writing(target: Path, replace: bool) -> Iterator[Path]:
+    """As `new_folder`; InputError where it cannot be written."""
+    try:
+        with new_folder(target, replace) as made:
+            yield made
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"cannot write {target} ({error}); choose a folder that can be written, with space "
+            "for the weights"
+        ) from error
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write texts by name; scripts can be run."""
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        if text.startswith("#!"):
+            (folder / name).chmod((folder / name).stat().st_mode | 0o111)
 
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:

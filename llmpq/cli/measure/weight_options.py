@@ -1,4 +1,5 @@
-"""The options of the commands on weights: `llmpq indicator`, `quantize`, `eval`, `convert`."""
+"""The options of the commands on weights: `llmpq indicator`, `quantize`, `export`, `eval`,
+`convert`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from quant.scheme import (
     VarianceForm,
 )
 
-INDICATOR, QUANTIZE = "llmpq-indicator", "llmpq-quantize"
+INDICATOR, QUANTIZE, EXPORT = "llmpq-indicator", "llmpq-quantize", "llmpq export"
 EVALUATE, CONVERT = "llmpq-eval", "llmpq-convert"
 
 SEQUENCES = 128
@@ -156,13 +157,7 @@ _QUANTIZE_GROUPS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeCommand(CalibrationCommand):
-    plan: str | None = option(
-        "FILE", "plan of llmpq plan, whose bits to use", names=("--plan", "--strat_file_name")
-    )
-    bits: tuple[int, ...] | None = option(
-        BITWIDTHS, "without a plan: one number for all layers, or one for each"
-    )
+class _WritingCommand(CalibrationCommand):
     adapter: str | Path | None = option(
         "FOLDER", "LoRA adapter of PEFT that is merged into the weights"
     )
@@ -175,6 +170,20 @@ class QuantizeCommand(CalibrationCommand):
     seed: int = option("SEED", "of the choice of sequences", 0)
     output: str = option("FOLDER", "folder to make", REQUIRED, names=("-o", "--output"))
     overwrite: bool = flag("replace an existing output")
+    device: str = option(DEVICES, "where to compute", AUTO)
+    dtype: str = option(
+        DTYPES, "type to compute in; auto: float32, or on a GPU its 16-bit type", AUTO
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeCommand(_WritingCommand):
+    plan: str | None = option(
+        "FILE", "plan of llmpq plan, whose bits to use", names=("--plan", "--strat_file_name")
+    )
+    bits: tuple[int, ...] | None = option(
+        BITWIDTHS, "without a plan: one number for all layers, or one for each"
+    )
     format: str = option(
         tuple(METHODS),
         "what loads it: gptq GPTQModel, compressed-tensors vLLM, awq others at 4 bit; llmpq all",
@@ -185,16 +194,41 @@ class QuantizeCommand(CalibrationCommand):
         "round columns in their order instead of those with the largest inputs first"
     )
     damping: float = option("SHARE", "of the mean diagonal of X^T X", DAMPING)
-    device: str = option(DEVICES, "where to compute", AUTO)
-    dtype: str = option(
-        DTYPES, "type to compute in; auto: float32, or on a GPU its 16-bit type", AUTO
-    )
 
 
 def quantize_parser(prog: str | None = QUANTIZE) -> Parser:
     parser = Parser(prog, _QUANTIZE_DESCRIPTION, _QUANTIZE_EXAMPLES, _CALIBRATION_RULES)
     parser.usage = "%(prog)s --plan FILE --calibration FILE [FILE ...] -o FOLDER [options]"
     parser.declare(_QUANTIZE_GROUPS, QuantizeCommand)
+    return parser
+
+
+_EXPORT_DESCRIPTION = """
+Write a plan for another engine: its weights with the plan's bits, calibrated with GPTQ on a text
+(else on random ids), and a script that starts the engine over the plan's stages.
+"""
+_EXPORT_EXAMPLES = (
+    "%(prog)s vllm plan.json -o opt-30b-vllm",
+    "%(prog)s vllm plan.json --model /models/opt-30b --input prompts.jsonl -o opt-30b-vllm",
+)
+_EXPORT_GROUPS = {
+    "what to write": "engine plan model",
+    "calibration": _QUANTIZE_GROUPS["calibration"],
+    "output": "output overwrite",
+    **_COMPUTING,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCommand(_WritingCommand):
+    engine: str = argument(("vllm",), "the engine that shall serve it", REQUIRED)
+    plan: str = argument("PLAN", "plan of llmpq plan", REQUIRED)
+
+
+def export_parser(prog: str | None = EXPORT) -> Parser:
+    parser = Parser(prog, _EXPORT_DESCRIPTION, _EXPORT_EXAMPLES, _CALIBRATION_RULES)
+    parser.usage = "%(prog)s vllm PLAN [--model MODEL] -o FOLDER [options]"
+    parser.declare(_EXPORT_GROUPS, ExportCommand)
     return parser
 
 
