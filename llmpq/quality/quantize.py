@@ -22,7 +22,6 @@ from actors.stage.partial_model import architecture_of
 from llmpq.quality.layer_inputs import SQUARES_BYTES, observed
 from llmpq.quality.perplexity import ReportProgress
 from quant.checkpoint.codes import GroupCodes
-from quant.checkpoint.encoding import Writer
 from quant.checkpoint.model_folder import check_target, copy_settings, write_files, writing
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_config import GPTQ_METHOD
@@ -31,6 +30,7 @@ from quant.common.errors import CheckpointError, SpecError
 from quant.experts import QuantizedExperts, expert_shapes
 from quant.loading.emulated_kernels import Compute
 from quant.loading.expert_tensors import FUSED
+from quant.rounding.encoding import Writer
 from quant.rounding.gptq import gptq
 from quant.rounding.gram import Gram
 from quant.scheme import FULL_BITS, GptqOptions

@@ -6,7 +6,7 @@ those that follow: by its error over the diagonal of the upper Cholesky factor o
 X^T X, times the rest of the factor's row. Columns wait in blocks for the errors of earlier blocks.
 
 Scale and zero fit a group's weights before, weighed by squared inputs (`quant.rounding.weighted`).
-As the checkpoint format has it (`quant.checkpoint.encoding`), the zero is a code, and scales are
+As the checkpoint format has it (`quant.rounding.encoding`), the zero is a code, and scales are
 values that float16, the format's type, and bfloat16 both have: what backends hold in 16 bits, scale
 and zero times scale, is then exact in float16.
 """

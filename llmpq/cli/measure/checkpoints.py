@@ -203,6 +203,8 @@ def _write_script(options: ExportCommand, vllm: VllmPlan, folder: Path) -> str:
     target = Path(options.output)
     check_target(folder, target, options.overwrite)
     model = checkpoint_reference(vllm.plan, options.model)
+    if options.adapter is not None:
+        raise SpecError("no weights are written; leave --adapter out, and give it to vLLM")
     if gguf_index(folder) is not None:
         raise SpecError(
             f"{model} is a GGUF file, which vLLM does not read in the plan's 16 bits; plan with "

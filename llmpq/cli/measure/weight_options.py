@@ -212,7 +212,7 @@ _EXPORT_EXAMPLES = (
     "%(prog)s vllm plan.json --model /models/opt-30b --input prompts.jsonl -o opt-30b-vllm",
 )
 _EXPORT_GROUPS = {
-    "what to write": "engine plan model",
+    "what to write": "engine plan model adapter",
     "calibration": _QUANTIZE_GROUPS["calibration"],
     "output": "output overwrite",
     **_COMPUTING,

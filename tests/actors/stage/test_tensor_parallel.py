@@ -31,10 +31,10 @@ from planner.model.finding import model_shape
 from planner.model.tensor_parallel import largest_rank_shape, shape_of_ranks
 from planner.workload import Workload
 from quant.checkpoint.codes import GroupCodes
-from quant.checkpoint.encoding import gptq_tensors
 from quant.common.errors import SpecError, StageLostError
 from quant.loading.cache_settings import CacheSettings
 from quant.loading.loader import module_nbytes
+from quant.rounding.encoding import gptq_tensors
 from quant.rounding.importance import InputStatistics, LayerImportance
 from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges

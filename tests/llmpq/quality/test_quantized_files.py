@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from llmpq.quality.quantize import quantize_checkpoint
-from quant.checkpoint import encoding
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import InputError
+from quant.rounding import encoding
 from tests.actors.models import save_tiny
 from tests.llmpq.quality.test_quantize import CONFIGS, calibrated, make
 

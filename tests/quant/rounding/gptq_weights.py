@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quant.checkpoint.codes import GroupCodes
-from quant.checkpoint.encoding import gptq_tensors
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
+from quant.rounding.encoding import gptq_tensors
 
 
 def stream_of(codes: list[int], bits: int) -> list[int]:

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from planner.model.finding import model_shape
 from quant.backends.table import rule_for
 from quant.checkpoint.codes import pack_words, unpack_words
-from quant.checkpoint.encoding import gptq_tensors
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.written_methods import fills_words
 from quant.common.errors import CheckpointError
@@ -21,6 +20,7 @@ from quant.linear import LayerForm, QuantizedLinear, linear_of_codes, quantize_l
 from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import load_layer, module_nbytes
 from quant.rounding.canonical import dequantize, quantize
+from quant.rounding.encoding import gptq_tensors
 from quant.rounding.gptq_format import to_canonical
 from quant.scheme import LinearShape, Processor
 from tests.quant.rounding.gptq_weights import (

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from quant.checkpoint.codes import GroupCodes
-from quant.checkpoint.encoding import gptq_tensors
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError
 from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.loader import linear_as_stored
+from quant.rounding.encoding import gptq_tensors
 from quant.scheme import COLUMNS, ROWS, Cut, Processor
 
 MODULE = "model.layers.0.mlp.down_proj"

@@ -79,7 +79,9 @@ class Writer:
         text = (stored for stored in self._checkpoint.names() if not other_parts((stored,)))
         full = {self._full_name(stored): stored for stored in text}
         rest = {name: stored for name, stored in full.items() if not name.startswith(layers)}
-        self._save({name: self._checkpoint.read_as_stored(stored) for name, stored in rest.items()}, 0)
+        self._save(
+            {name: self._checkpoint.read_as_stored(stored) for name, stored in rest.items()}, 0
+        )
         write_index(self._target / INDEX_FILE, self._file_of, self.total_bytes)
         method, path = self._layout.method, self._target / CONFIG_FILE
         settings = {"quant_method": method, **self._layout.settings(self._plain)}
