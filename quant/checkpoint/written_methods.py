@@ -48,8 +48,12 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_bits(self.method, (*self.bitwidths, *self.expert_bitwidths))
-        below = [(each, shape) for *each, shape in self.every() if self.bits_of(*each) != FULL_BITS]
-        for (index, name), (rows, columns) in below:
+        below = [
+            (index, name, shape)
+            for index, name, shape in self.every()
+            if self.bits_of(index, name) != FULL_BITS
+        ]
+        for index, name, (rows, columns) in below:
             bits = self.bits_of(index, name)
             if not fills_words(rows, columns, bits):
                 raise SpecError(
@@ -58,7 +62,7 @@ class Layout:
                     "other --bits for this model (3 needs multiples of 32, 4 of 8, 8 of 4)"
                 )
         if METHODS[self.method].one_group and self.one_group not in GROUP_SIZES:
-            widths = sorted({columns for _, (_, columns) in below})
+            widths = sorted({columns for *_, (_, columns) in below})
             raise SpecError(
                 f"{self.method} has one group size for all linears, but none of "
                 f"{', '.join(map(str, GROUP_SIZES))} divides all of their {widths} inputs; write "
