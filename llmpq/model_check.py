@@ -7,7 +7,6 @@ Every command calls this, so that they all refuse the same models. It needs no t
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from actors.stage.model_config import checked_end_tokens
 from planner.model.adapters import adapter_folders, named_adapters, ranks_of
 from planner.model.finding import model_config, model_shape
 from planner.model.shape import ModelShape
+from planner.model.stored_bits import stored_words
 from planner.model.weight_check import check_weights
 from planner.plan.spec import PlanSpec
 from quant.checkpoint.adapter import Adapter, no_merging
@@ -89,33 +89,16 @@ def checked_adapters(
 
 def stored_note(shape: ModelShape) -> str | None:
     """A line on how the weights of a quantized checkpoint are taken; None: it is none."""
-    stored = shape.stored
-    if shape.decoded:
-        return (
-            f"{shape.name}: weights are stored as {shape.decoded}; they are decoded, and rounded "
-            "again to the bits of the plan"
-        )
-    if stored is None:
+    words = stored_words(shape)
+    if not words:
         return None
-    layers, linears = Counter[int](), set[int]()
-    for kind, count in zip(shape.kind_shapes, shape.kind_counts, strict=True):
-        if kind.stored is not None:
-            layers[kind.stored.bits] += count
-            linears |= {each.bits for each in kind.stored.linears}
-    beside = sorted(linears - set(layers))
-    also = f", beside linears of {', '.join(map(str, beside))} bits" if beside else ""
-    if len(layers) > 1:
-        each = ", ".join(f"{count} with {bits}" for bits, count in sorted(layers.items()))
-        also = f" ({each} bits){also}"
-    words = (
-        f"weights are stored as {stored.words}"
-        if len(layers) == 1
-        else (f"layers are stored with different bits ({stored.method})")
+    taken = (
+        "they are decoded, and rounded again to the bits of the plan"
+        if shape.stored is None
+        else "where a plan gives layers these bits their codes are kept, elsewhere they are "
+        "decoded and rounded again"
     )
-    return (
-        f"{shape.name}: {words}{also}; where a plan gives layers these bits their codes are kept, "
-        "elsewhere they are decoded and rounded again"
-    )
+    return f"{shape.name}: weights are stored as {words}; {taken}"
 
 
 def left_out_note(model: str | Path) -> str | None:

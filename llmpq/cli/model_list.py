@@ -206,6 +206,7 @@ def _short(amount: float) -> str:
 
 def _model_facts(shape: ModelShape, name: str) -> Iterable[tuple[str, str]]:
     from planner.model.finding import names_of_builtin
+    from planner.model.stored_bits import stored_words
 
     yield "model", shape.name
     names = [each for each in names_of_builtin(name) if each.lower() != name.lower()]
@@ -223,10 +224,10 @@ def _model_facts(shape: ModelShape, name: str) -> Iterable[tuple[str, str]]:
     tied = "tied to the head" if shape.tied_embeddings else "beside a head of its own"
     yield "vocabulary", f"{shape.vocab_size}, {tied}"
     yield "positions", f"{shape.max_positions}{' (no limit: ALiBi)' if shape.alibi else ''}"
-    stored = shape.stored
-    yield "stored as", shape.decoded if stored is None else stored.words
+    stored = stored_words(shape)
+    yield "stored as", stored
     for bits in reversed(BITWIDTHS):
-        full = " (as published)" if bits == FULL_BITS and not (stored or shape.decoded) else ""
+        full = " (as published)" if bits == FULL_BITS and not stored else ""
         size = least_gpu_gib(shape, bits)
         on = "" if size is None else f", on GPUs of {size} GiB"
         yield f"{bits} bit", f"{_short(weight_bytes(shape, bits) / GIB)} GiB of weights{full}{on}"

@@ -12,6 +12,7 @@ from llmpq.report.formatting import (
     listed,
     number,
     per_second,
+    percent,
     plain,
     plural,
     size,
@@ -20,6 +21,7 @@ from llmpq.report.formatting import (
 from llmpq.report.latency import latency_answers, what_is_bounded
 from llmpq.report.reasons import LEAST_GAIN
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
+from planner.model.stored_bits import ADDED_ERRORS, MOST_ADDED
 from planner.plan.parts import JobForecast, MoreDevices, PlanChoice
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import PREDICTING, TOKEN_POLICIES
@@ -72,6 +74,30 @@ def expert_remarks(plan: PlanSpec) -> Iterator[str]:
         each = [f"{apart[bits]} at {bits} bit" for bits in sorted(apart, reverse=True)]
         yield f"experts of other bits than the rest of their layers: {listed(each)}"
     yield from (_hosted(stage) for stage in plan.stages if stage.hosted_experts)
+
+
+def weight_remarks(plan: PlanSpec) -> Iterator[str]:
+    """Yield a sentence on what becomes of weights that are stored quantized, and what it costs."""
+    weights = plan.weights
+    if weights is None:
+        return
+    rounded, layers = weights.rounded, plural(plan.model.layers, "layer")
+    parts = [f"{weights.kept} of {layers} keep their codes"] if weights.kept else []
+    parts += [
+        f"{rounded[bits]} {'are rounded again' if weights.kept else f'of {layers} are rounded'} to "
+        f"{bits} bit, which adds an error of up to {percent(ADDED_ERRORS[bits])}"
+        for bits in sorted(rounded, reverse=True)
+    ]
+    left = plan.model.layers - weights.kept - sum(rounded.values())
+    parts += [f"{left} computed in 16 bit lose nothing"] if left else []
+    lost = f"; sensitivity of all {number(plan.solver.sensitivity)}" if rounded else ""
+    yield f"weights are stored as {weights.stored}: {listed(parts)}{lost}"
+    if rounded and ADDED_ERRORS[min(rounded)] > MOST_ADDED:
+        yield (
+            f"what {min(rounded)} bit adds is more than {percent(MOST_ADDED)} of the weights: a "
+            "checkpoint of AWQ, GPTQ or W4A16 with codes that are kept loses it once; --bits 8 16 "
+            "and more memory add less"
+        )
 
 
 def _hosted(stage: StagePlan) -> str:

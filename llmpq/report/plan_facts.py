@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llmpq.report.answers import expert_remarks, job_answers, job_remarks, what_is_planned
+from llmpq.report.answers import (
+    expert_remarks,
+    job_answers,
+    job_remarks,
+    weight_remarks,
+    what_is_planned,
+)
 from llmpq.report.formatting import (
     bit_runs,
     count,
@@ -68,7 +74,7 @@ def facts_of(plan: PlanSpec) -> PlanFacts:
         rests_on=[_times(plan), f"Quality: {quality.basis}.", _search(plan)],
         warnings=_warnings(plan),
         answers=job_answers(plan),
-        remarks=[*job_remarks(plan), *expert_remarks(plan)],
+        remarks=[*job_remarks(plan), *expert_remarks(plan), *weight_remarks(plan)],
         quality=quality,
         predicted=predicted(plan),
         searched=searched(plan),
@@ -206,8 +212,13 @@ def quality_word(plan: PlanSpec) -> QualityWord:
         prefills = _counts(plan.prefill_plan)
         told += f" where stages decode, {_shares(prefills)} where they prefill"
         counts = min(counts, prefills, key=lambda each: sorted(each.elements()))
+    if plan.weights is not None and not plan.weights.rounded:
+        return QualityWord("that of the checkpoint", f"{told}: nothing is rounded again")
     if set(counts) == {FULL_BITS}:
         return QualityWord("that of 16 bit", f"{told}: nothing is quantized")
+    if plan.weights is not None and plan.prefill_plan is None:  # what is kept is the reference
+        rounded = Counter(plan.weights.rounded)
+        counts = rounded + Counter({FULL_BITS: plan.model.layers - rounded.total()})
     return QualityWord(
         _word(counts),
         f"{told}, {sensitivity(plan)}; a word for the bits, no measurement of this model: llmpq "

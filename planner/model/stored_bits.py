@@ -17,6 +17,32 @@ from quant.checkpoint.stored_config import WHOLE_ROW, StoredConfig, StoredLinear
 from quant.checkpoint.stored_tensors import stored_name
 from quant.scheme import FULL_BITS, LinearShape
 
+ADDED_ERRORS = {8: 0.009, 4: 0.091, 3: 0.18}
+"""What rounding adds to weights that were decoded from FP8, MXFP8, MXFP4, NVFP4, nf4 or codes of 4
+bit: root of the mean square beside what was stored, the largest of these formats, which hardly
+differ (`benchmarks.quantization.rounded_again`)."""
+
+MOST_ADDED = 0.02
+"""Beyond this what is added is more than what 8 bits lose by far, and is told with a remedy."""
+
+
+def stored_words(shape: ModelShape) -> str:
+    """How the weights of a quantized checkpoint are stored; nothing of others."""
+    stored = shape.stored
+    if stored is None:
+        return shape.decoded
+    layers, linears = Counter[int](), set[int]()
+    for kind, count in zip(shape.kind_shapes, shape.kind_counts, strict=True):
+        if kind.stored is not None:
+            layers[kind.stored.bits] += count
+            linears |= {each.bits for each in kind.stored.linears}
+    words = stored.words
+    if len(layers) > 1:
+        each = ", ".join(f"{count} with {bits}" for bits, count in sorted(layers.items()))
+        words = f"layers of different bits ({stored.method}: {each} bits)"
+    beside = ", ".join(map(str, sorted(linears - set(layers))))
+    return f"{words}, beside linears of {beside} bits" if beside else words
+
 
 def as_configured(config: StoredConfig, shape: ModelShape) -> ModelShape:
     """Return `shape` with what `config` says of its linears."""

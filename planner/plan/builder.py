@@ -16,15 +16,18 @@ from planner.costs.model import CostModel
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
 from planner.model.adapters import adapter_folders
 from planner.model.layer_parts import LayerChoice
+from planner.model.shape import ModelShape
+from planner.model.stored_bits import stored_words
 from planner.optimiser.assignment import Assignment, AssignmentCosts, stage_times
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.plan.file import PLAN_VERSION
 from planner.plan.modelled_times import ModelledTimes, modelled_times
-from planner.plan.parts import JobForecast, PlannedAdapters, Prediction
+from planner.plan.parts import JobForecast, PlannedAdapters, PlannedWeights, Prediction
 from planner.plan.spec import Baseline, PlannedModel, PlanSpec, SolverRecord, StagePlan
 from planner.simulation.job_simulation import MOST_PASSES, Forecast, forecast_assignment
 from planner.workload import MicroBatches, Workload
 from quant.backends.table import backend_name
+from quant.scheme import FULL_BITS
 
 MOST_STREAMED_POWER = 20
 """Passes of a million tokens are more than any micro-batch has."""
@@ -76,7 +79,7 @@ def build_plan(
     occupied = occupied_stages(solution.devices, costs.placing.expanded(solution.assignment)[0])
     times = _times(costs, solution, occupied.devices)
     forecast = forecast or forecast_solution(costs, solution)
-    return PlanSpec(
+    plan = PlanSpec(
         version=PLAN_VERSION,
         model=PlannedModel(source, shape.name, shape.model_type, shape.layers, shape.fingerprint()),
         workload=costs.workload,
@@ -98,6 +101,19 @@ def build_plan(
         policy=costs.policy(solution.sizes),
         adapters=_adapters(costs),
     )
+    return replace(plan, weights=_weights(plan, shape))
+
+
+def _weights(plan: PlanSpec, shape: ModelShape) -> PlannedWeights | None:
+    words, kept = stored_words(shape), 0
+    if not words:
+        return None
+    choices = [choice for stage in plan.stages for choice in stage.choices]
+    for layer, choice in enumerate(choices):
+        stored = shape.layer(layer).stored
+        kept += stored is not None and choice.bits == stored.bits != FULL_BITS
+    rounded = (choices[layer] for layer in plan.rounded_layers(shape))
+    return PlannedWeights(words, kept, Counter(min(e.bits, e.expert_bits) for e in rounded))
 
 
 def _adapters(costs: CostModel) -> PlannedAdapters | None:

@@ -181,6 +181,17 @@ class PlannedImportance:
     file: Annotated[str, Field(min_length=1)]
 
 
+@dataclass(frozen=True, config=STRICT)
+class PlannedWeights:
+    """How a quantized checkpoint stores weights, in words; how many layers keep codes, and how many
+    are rounded again, by their fewest bits.
+    """
+
+    stored: str
+    kept: Annotated[int, Field(ge=0, le=MAX_LAYERS)]
+    rounded: dict[Bits, Annotated[int, Field(ge=1, le=MAX_LAYERS)]]
+
+
 Count = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

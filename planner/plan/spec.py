@@ -34,6 +34,7 @@ from planner.plan.parts import (
     PerplexityForecast,
     PlannedAdapters,
     PlannedImportance,
+    PlannedWeights,
     PlansBeside,
     Positive,
     Prediction,
@@ -221,6 +222,7 @@ class PlanSpec(Saved):
     latency: LatencyForecast | None = None
     prefill_plan: PlanSpec | None = None
     adapters: PlannedAdapters | None = None
+    weights: PlannedWeights | None = None
 
     def needs_importance(self, shape: ModelShape) -> bool:
         """Whether weights, or keys at 8 bit, are rounded by importance; not codes that are kept."""

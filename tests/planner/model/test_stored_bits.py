@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from llmpq.model_check import checked_shape, stored_note
+from llmpq.report.answers import weight_remarks
 from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
@@ -21,10 +22,12 @@ from planner.model.shape import ModelShape
 from planner.model.tensor_shapes import end_tensors, layer_tensors
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
+from planner.plan.parts import PlannedWeights
+from planner.plan.spec import PlanSpec
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
 from quant.backends.table import backend_name
-from quant.checkpoint.stored_config import StoredConfig
+from quant.checkpoint.stored_config import Scheme, StoredConfig
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS
 from tests.planner.plan_alone import find_plan
@@ -196,6 +199,31 @@ def test_what_is_stored_loses_nothing_and_may_always_be_used(tmp_path: Path) -> 
     for bits in (8, 16):  # as of weights that were never quantized, but for nf4
         again, never = (packed_bytes(each.layer(0), bits) for each in (found, found.plain))
         assert again == never
+
+
+def test_one_device_keeps_codes_and_another_computes_in_16_bit() -> None:
+    """What does not fit a V100 is kept on a T4, and the plan says so."""
+    scheme = Scheme(bits=4, group_size=128, symmetric=False)
+    stored = StoredConfig(4, 128, method="awq", schemes=(scheme,))
+    found = replace(model_shape("qwen2.5-14b"), stored=stored)
+    cluster, options = ClusterSpec.from_counts(["V100-SXM2-32GB", "T4"], [1, 1]), PlanOptions()
+    wanted = replace(options, bits=(4, 16))
+    plan = find_plan(cluster, found, "x", Workload(16, 1024, 16), wanted).plan
+    bits = {stage.kind.name: {*stage.bitwidths} for stage in plan.stages}
+    assert bits == {"T4-16GB": {4}, "V100-SXM2-32GB": {16}}
+    kept = next(len(stage.layers) for stage in plan.stages if 4 in stage.bitwidths)
+    assert plan.weights == PlannedWeights("4 bit (awq)", kept, {})
+    assert PlanSpec.from_json(plan.to_json()) == plan
+    (said,) = weight_remarks(plan)
+    assert said == (
+        f"weights are stored as 4 bit (awq): {kept} of 48 layers keep their codes and {48 - kept} "
+        "computed in 16 bit lose nothing"
+    )
+    assert plan.solver.sensitivity == 0
+    lost = replace(plan, weights=PlannedWeights("fp8", 0, {8: 40, 4: 8}))
+    told, remedy = weight_remarks(lost)
+    assert "fp8: 40 of 48 layers are rounded to 8 bit, which adds an error of up to 0.9" in told
+    assert "4 bit adds is more than 2.0" in remedy
 
 
 @pytest.mark.parametrize("method", ["hqq", "exl3"])

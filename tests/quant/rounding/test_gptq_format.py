@@ -17,6 +17,11 @@ from quant.checkpoint.written_methods import fills_words
 from quant.common.errors import CheckpointError
 from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear, linear_of_codes, quantize_linear
+from quant.loading.emulated_kernels import (
+    LayerScheme,
+    RepresentedLinear,
+    load_layer_as_planned,
+)
 from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import load_layer, module_nbytes
 from quant.rounding.canonical import dequantize, quantize
@@ -245,6 +250,23 @@ def test_other_bits_than_stored_are_rounded_again(
                 expected.bias = linear.bias
             x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(1))
             torch.testing.assert_close(ours(x), expected(x), rtol=1e-3, atol=1e-4)
+
+
+def test_kernels_of_other_devices_are_represented_where_weights_are_rounded_again(
+    tmp_path: Path, tiny_model: Build, meta_layer: MetaLayer
+) -> None:
+    """Codes that are kept are the same everywhere, also of a linear beside those that are not."""
+    model, name = tiny_model("llama"), "model.layers.1"
+    replace_by_gptq(tmp_path, model, name, 4, act_order=False, others={"o_proj": 3})
+    t4, checkpoint = Processor(compute_capability=(7, 5)), Checkpoint(tmp_path)
+    for bits, represented in {8: 7, 4: 0, 3: 6}.items():
+        layer = meta_layer(model, name)
+        load = LayerLoad(layer, name, LayerForm(bits, PLAIN_CPU, torch.float32, CPU))
+        scheme = LayerScheme(bits, planned_for=t4, planned_dtype="float16")
+        load_layer_as_planned(load, checkpoint, scheme)
+        found = [isinstance(each, RepresentedLinear) for each in layer.modules()]
+        assert sum(found) == represented
+        assert sum(isinstance(each, QuantizedLinear) for each in layer.modules()) == 7 - sum(found)
 
 
 def test_modules_of_other_bits_and_those_left_out_are_taken_as_they_are(
