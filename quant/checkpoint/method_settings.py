@@ -48,7 +48,7 @@ _MX = (1, 32)
 _MODELOPT = (
     *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "MXFP8"),
 )
-_TORCHAO: Mapping[Any, int | None] = {
+_TORCHAO: Mapping[str, int | None] = {
     "Int8WeightOnlyConfig": 8,
     "Int8DynamicActivationInt8WeightConfig": 8,
     "Int8StaticActivationInt8WeightConfig": 8,
@@ -216,17 +216,18 @@ def _torchao(values: Mapping[str, Any], place: str) -> StoredConfig:
 def _of_torchao(targets: Modules, own: Any, place: str) -> Scheme:
     kind, data = own.get("_type") if isinstance(own, Mapping) else own, _data(own)
     layouts = [_word(value) for key, value in data.items() if key.endswith("packing_format")]
-    if kind not in _TORCHAO or not {*layouts} <= {"PLAIN", "UNPACKED_TO_INT8"}:
-        packed = f" packed as {', '.join(map(str, layouts)):.60}" if layouts else ""
+    packed = [each for each in layouts if each not in ("PLAIN", "UNPACKED_TO_INT8")]
+    if not isinstance(kind, str) or kind not in _TORCHAO or packed:
+        how = f" packed as {packed[0]!s:.60}" if packed else ""
         raise SpecError(
-            f"{place}: weights of torchao's {kind!s:.60}{packed} are not read; those of "
+            f"{place}: weights of torchao's {kind!s:.60}{how} are not read; those of "
             f"{', '.join(_TORCHAO)}, plain, are; {REMEDY}"
         )
     bits = _TORCHAO[kind]
     if bits is None:
-        word = str(_word(data.get("weight_dtype")))
-        digits = word.removeprefix("int")
-        bits = _bits(int(digits) if digits in "12345678" else word, STORED_BITS, "torchao", place)
+        word = _word(data.get("weight_dtype"))
+        named = next((each for each in STORED_BITS if word == f"int{each}"), word)
+        bits = _bits(named, STORED_BITS, "torchao", place)
     cut = data.get("weight_granularity") or data.get("granularity")
     size = _data(cut).get("group_size", WHOLE_ROW)
     return Scheme(targets, bits, _group_size(size, "group_size of torchao", place))
