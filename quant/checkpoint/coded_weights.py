@@ -7,7 +7,8 @@ they fit together; no torch.
 | AWQ | `qweight` `[in, out / 8]`, `qzeros` `[groups, out / 8]`, `scales` `[groups, out]` | codes |
 | PACKED | `weight_packed` `[out, in * bits / 32]`, `weight_scale` `[out, groups]`, `weight_zero_point` | codes |
 | FP4 | `weight_packed` or `weight` uint8 `[out, in / 2]`, `weight_scale`, of NVFP4 one scale for all | numbers |
-| SCALED | `weight` int8 or FP8 `[out, in]`, `weight_scale`, `weight_scale_inv` or `SCB` | codes, numbers |
+| INTEGERS | `weight` int8 `[out, in]`, `weight_scale` and `weight_zero_point`, or `SCB` | codes |
+| SCALED | `weight` FP8 `[out, in]`, `weight_scale` or `weight_scale_inv` | numbers |
 | SIGNED4 | `weight` int8 `[out, in / 2]`, `weight_scale` and `weight_zero_point` `[groups, out]` | numbers |
 | TABLE | `weight` uint8, two of a table `weight.quant_map` a byte, `weight.absmax` a block of them | numbers |
 
@@ -45,7 +46,7 @@ from quant.common.errors import CheckpointError
 from quant.scheme import FULL_BITS
 
 GPTQ_FORM, AWQ_FORM, PACKED, FP4 = "gptq", "awq", "packed", "fp4"
-SCALED, SIGNED4, TABLE = "scaled", "signed4", "table"
+INTEGERS, SCALED, SIGNED4, TABLE = "integers", "scaled", "signed4", "table"
 
 SCALES = ("weight_scale_inv", "weight_scale")
 """FP8's name of what weights are multiplied by, and that of others."""
@@ -217,10 +218,13 @@ def _form(parts: Mapping[str, StoredTensor], config: StoredConfig) -> str:
     codes = parts.get(codes_part(parts))
     if codes is not None and codes.dtype == "U8":
         return FP4
+    if "weight_packed" in parts:
+        return PACKED
+    if codes is None or codes.dtype != "I8":
+        return SCALED
     zeros = parts.get("weight_zero_point")
-    if config.method == TORCHAO and zeros is not None and zeros.dtype in _FLOATS:
-        return SIGNED4
-    return PACKED if "weight_packed" in parts else SCALED
+    has_numbers = config.method == TORCHAO and zeros is not None and zeros.dtype in _FLOATS
+    return SIGNED4 if has_numbers else INTEGERS
 
 
 def codes_part(parts: Container[str]) -> str:
@@ -314,20 +318,23 @@ def _signed4(parts: _Parts) -> _Described:
     return (rows, 2 * half), None
 
 
+def _integers(parts: _Parts) -> _Described:
+    rows, columns = parts.shape("weight", 2, "I8")
+    bits = parts.scheme.bits
+    if bits == FULL_BITS:
+        parts.refuse("weight", "its configuration has no integers for this module")
+    if parts.has(INT8_SCALES):
+        parts.check(INT8_SCALES, (rows,), "F32")
+        return (rows, columns), StoredLinear(bits, columns)
+    groups = _groups(parts, rows, columns)
+    if parts.has("weight_zero_point") or not parts.scheme.symmetric:
+        shape = parts.tensors["weight_scale"].shape or ()
+        parts.check("weight_zero_point", shape, "I8", "I32", "I64")
+    return (rows, columns), StoredLinear(bits, columns // groups)
+
+
 def _scaled(parts: _Parts) -> _Described:
-    rows, columns = parts.shape("weight", 2, "F8_E4M3", "I8")
-    if parts.tensors["weight"].dtype == "I8":
-        bits = parts.scheme.bits
-        if bits == FULL_BITS:
-            parts.refuse("weight", "its configuration has no integers for this module")
-        if parts.has(INT8_SCALES):
-            parts.check(INT8_SCALES, (rows,), "F32")
-            return (rows, columns), StoredLinear(bits, columns)
-        groups = _groups(parts, rows, columns)
-        if parts.has("weight_zero_point") or not parts.scheme.symmetric:
-            shape = parts.tensors["weight_scale"].shape or ()
-            parts.check("weight_zero_point", shape, "I8", "I32", "I64")
-        return (rows, columns), StoredLinear(bits, columns // groups)
+    rows, columns = parts.shape("weight", 2, "F8_E4M3")
     part = next((each for each in SCALES if parts.has(each)), SCALES[-1])
     types = (*_FLOATS, "F8_E8M0", "U8")
     shape = parts.tensors[part].shape or () if parts.has(part) else ()
@@ -394,6 +401,7 @@ _FORMS: dict[str, Callable[[_Parts], _Described]] = {
     AWQ_FORM: _awq,
     PACKED: _packed,
     FP4: _fp4,
+    INTEGERS: _integers,
     SCALED: _scaled,
     SIGNED4: _signed4,
     TABLE: _table,

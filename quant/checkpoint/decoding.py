@@ -14,6 +14,7 @@ from quant.checkpoint.coded_weights import (
     FP4,
     GPTQ_FORM,
     INT8_SCALES,
+    INTEGERS,
     PACKED,
     SCALED,
     SCALES,
@@ -250,7 +251,7 @@ _READERS: Mapping[str, Callable[[_Part, CodedWeight, StoredConfig, Rows], GroupC
     GPTQ_FORM: _gptq,
     AWQ_FORM: _awq,
     PACKED: _packed,
-    SCALED: _integers,
+    INTEGERS: _integers,
 }
 
 
@@ -296,6 +297,9 @@ def _scaled(part: _Part, coded: CodedWeight) -> Tensor:
     if coded.scheme.block is None:
         return weight.mul_(scale if scale.numel() == 1 else scale.view(-1, 1))
     rows, columns = coded.scheme.block
+    if rows == 1 and not weight.shape[1] % columns:
+        weight.unflatten(1, (-1, columns)).mul_(scale.unsqueeze(-1))
+        return weight
     for index, own in enumerate(scale):
         part_of_rows = weight[index * rows : (index + 1) * rows]
         part_of_rows.mul_(own.repeat_interleave(columns)[: weight.shape[1]])

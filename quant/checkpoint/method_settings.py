@@ -24,7 +24,6 @@ from quant.checkpoint.stored_config import (
     Modules,
     Scheme,
     StoredConfig,
-    names_of,
 )
 from quant.common.errors import SpecError
 from quant.scheme import FULL_BITS
@@ -111,9 +110,7 @@ def _awq(values: Mapping[str, Any], place: str) -> StoredConfig:
     key = "group_size" if "group_size" in values else "q_group_size"
     size = _group_size(values.get(key), key, place)
     scheme = Scheme(bits=bits, group_size=size, symmetric=False)
-    ignored = Modules.of_names(
-        values.get("modules_to_not_convert"), "modules_to_not_convert", place
-    )
+    ignored = Modules.of_names(values, "modules_to_not_convert", place)
     return StoredConfig(bits, size, method=AWQ, schemes=(scheme,), ignored=ignored)
 
 
@@ -139,7 +136,8 @@ def _auto_round(values: Mapping[str, Any], place: str) -> StoredConfig:
         given = change if isinstance(change, Mapping) else {}
         bits = given.get("bits", found.bits)
         size = _group_size(given.get("group_size", found.group_size), "extra_config", place)
-        names[(bits if bits in STORED_BITS else FULL_BITS), size].add(name)
+        is_coded = type(bits) is int and bits in STORED_BITS
+        names[bits if is_coded else FULL_BITS, size].add(name)
     rules = (Scheme(Modules(names=frozenset(of)), *how, False) for how, of in names.items())
     return replace(found, schemes=(*rules, *found.schemes))
 
@@ -153,9 +151,8 @@ def _fp8(values: Mapping[str, Any], place: str) -> StoredConfig:
     block = values.get("weight_block_size")
     own = None if block is None else _block(block, "weight_block_size", place)
     key = "ignored_layers" if values.get("ignored_layers") else "modules_to_not_convert"
-    ignored = Modules.of_names(values.get(key), key, place)
-    scheme = Scheme(block=own)
-    return StoredConfig(FULL_BITS, WHOLE_ROW, method=FP8, schemes=(scheme,), ignored=ignored)
+    ignored, schemes = Modules.of_names(values, key, place), (Scheme(block=own),)
+    return StoredConfig(FULL_BITS, WHOLE_ROW, method=FP8, schemes=schemes, ignored=ignored)
 
 
 def _mxfp8(values: Mapping[str, Any], place: str) -> StoredConfig:
@@ -179,7 +176,7 @@ def _modelopt(values: Mapping[str, Any], place: str) -> StoredConfig:
             f"{', '.join(known)} are; {REMEDY}"
         )
     for key in ("exclude_modules", "ignore"):
-        names_of(own.get(key), key, place)
+        Modules.of_names(own, key, place)
     scheme = Scheme(block=_MX if kinds == ["MXFP8"] else None)
     return StoredConfig(FULL_BITS, WHOLE_ROW, method=MODELOPT, schemes=(scheme,))
 
@@ -195,21 +192,23 @@ def _torchao(values: Mapping[str, Any], place: str) -> StoredConfig:
     rules: Any = {"_default": own}
     if own.get("_type") in ("FqnToConfig", "ModuleFqnToConfig"):
         rules = _data(own).get("fqn_to_config")
-    if not isinstance(rules, Mapping) or not rules:
-        raise SpecError(f"{place}: fqn_to_config is {rules!r:.40}; it must be an object")
+    if not isinstance(rules, Mapping) or not 0 < len(rules) <= MOST_PATTERNS:
+        raise SpecError(
+            f"{place}: fqn_to_config is {rules!r:.40}; it must be an object of {MOST_PATTERNS} "
+            "entries or fewer"
+        )
     order = sorted(rules, key=lambda name: (name == "_default", name.startswith("re:")))
     schemes = tuple(
         _of_torchao(Modules.of_targets([name], "fqn_to_config", place), rules[name], place)
         for name in order
         if rules[name] is not None
     )
-    key = "modules_to_not_convert"
     return StoredConfig(
         bits=schemes[-1].bits if schemes else FULL_BITS,
         group_size=schemes[-1].group_size if schemes else WHOLE_ROW,
         method=TORCHAO,
         schemes=schemes,
-        ignored=Modules.of_names(values.get(key), key, place),
+        ignored=Modules.of_names(values, "modules_to_not_convert", place),
     )
 
 
@@ -246,8 +245,11 @@ def _word(value: Any) -> Any:
 def _compressed(values: Mapping[str, Any], place: str) -> StoredConfig:
     layout = values.get("format", "mixed-precision")
     groups = values.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise SpecError(f"{place}: config_groups is {groups!r:.40}; it must be an object of groups")
+    if not isinstance(groups, Mapping) or not 0 < len(groups) <= MOST_PATTERNS:
+        raise SpecError(
+            f"{place}: config_groups is {groups!r:.40}; it must be an object of {MOST_PATTERNS} "
+            "groups or fewer"
+        )
     sparse, turned = values.get("sparsity_config"), values.get("transform_config")
     if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
         layout = sparse["format"]
@@ -321,9 +323,8 @@ def _bitsandbytes(values: Mapping[str, Any], place: str) -> StoredConfig:
             "them must be true"
         )
     bits, key = (8 if wide else FULL_BITS), "llm_int8_skip_modules"
-    ignored = Modules.of_names(values.get(key), key, place)
-    scheme = Scheme(bits=bits)
-    return StoredConfig(bits, WHOLE_ROW, method=BITSANDBYTES, schemes=(scheme,), ignored=ignored)
+    ignored, schemes = Modules.of_names(values, key, place), (Scheme(bits=bits),)
+    return StoredConfig(bits, WHOLE_ROW, method=BITSANDBYTES, schemes=schemes, ignored=ignored)
 
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any], str], StoredConfig]] = {
@@ -366,9 +367,10 @@ def _block(value: Any, key: str, place: str) -> tuple[int, int]:
 
 
 def _modules(value: Any, place: str) -> tuple[str, ...]:
-    listed = value if isinstance(value, list) else [] if value is None else [value]
-    names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
-    if not all(isinstance(name, str) for name in names) or isinstance(value, str):
+    listed = [] if value is None else value
+    nested = isinstance(listed, list) and all(isinstance(each, list) for each in listed)
+    names = [name for each in listed for name in each] if nested else listed
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise SpecError(
             f"{place}: modules_in_block_to_quantize is {value!r:.60}; it must be a list of names, "
             "or of lists of them"

@@ -58,16 +58,17 @@ class Modules:
     place: str = field(default="", compare=False, repr=False)
 
     @classmethod
-    def of_names(cls, value: Any, key: str, place: str) -> Modules:
-        """Those that have one of the names within theirs. SpecError for other than a list."""
-        return cls(within=frozenset(name for name in names_of(value, key, place) if name))
+    def of_names(cls, values: Mapping[str, Any], key: str, place: str) -> Modules:
+        """Those that have one of the names at `key` within theirs. SpecError for other than names."""
+        listed = _names(values.get(key), key, place)
+        return cls(within=frozenset(name for name in listed if name))
 
     @classmethod
     def of_targets(cls, value: Any, key: str, place: str) -> Modules:
         """Those that compressed-tensors means, by names, by patterns, or by their class, of which
         there is one here. SpecError for what is no pattern.
         """
-        listed, where = names_of(value, key, place), f"{place}: {key}"
+        listed, where = _names(value, key, place), f"{place}: {key}"
         patterns = tuple(each.removeprefix("re:") for each in listed if each.startswith("re:"))
         if len(patterns) > MOST_PATTERNS:
             raise SpecError(f"{where} has {len(patterns)} patterns; {MOST_PATTERNS} are taken")
@@ -109,7 +110,7 @@ def _compiled(pattern: str, place: str) -> Any:
         ) from error
 
 
-def names_of(value: Any, key: str, place: str) -> list[str]:
+def _names(value: Any, key: str, place: str) -> list[str]:
     listed = [] if value is None else value
     if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
         raise SpecError(f"{place}: {key} is {value!r:.60}; it must be a list of names")
