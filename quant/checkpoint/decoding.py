@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quant.checkpoint.coded_weights import (
+from quant.checkpoint.coded_weights import CodedWeight, coded_weights, describe, parts_beside
+from quant.checkpoint.codes import WORD_MASK, GroupCodes, unpack_words
+from quant.checkpoint.formats.tensors import (
     AWQ_FORM,
     FP4,
     GPTQ_FORM,
@@ -23,13 +25,8 @@ from quant.checkpoint.coded_weights import (
     TABLE,
     WHOLE_SCALES,
     Blocks,
-    CodedWeight,
-    coded_weights,
-    describe,
-    parts_beside,
     stored_part,
 )
-from quant.checkpoint.codes import WORD_MASK, GroupCodes, unpack_words
 from quant.checkpoint.read_ahead import FileRange
 from quant.checkpoint.stored_config import StoredConfig, StoredLinear
 from quant.checkpoint.stored_tensors import StoredTensor

@@ -59,7 +59,7 @@ class Modules:
 
     @classmethod
     def of_names(cls, values: Mapping[str, Any], key: str, place: str) -> Modules:
-        """Those that have one of the names at `key` within theirs. SpecError for other than names."""
+        """Those that have one of the names at `key` within theirs; SpecError for other values."""
         listed = _names(values.get(key), key, place)
         return cls(within=frozenset(name for name in listed if name))
 

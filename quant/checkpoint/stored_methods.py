@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quant.checkpoint.method_settings import METHODS, REMEDY
+from quant.checkpoint.formats.fields import REMEDY
+from quant.checkpoint.formats.settings import METHODS
 from quant.checkpoint.stored_config import (
     CONFIG_FILE,
     CONFIG_KEY,

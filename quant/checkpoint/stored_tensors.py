@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -326,12 +327,20 @@ def stored_bytes(path: Path, name: str) -> bytes:
     """The bytes of a small tensor; none where it is large, or cannot be read."""
     try:
         with path.open("rb") as file:
-            place = read_header(file).places[name]
+            status = os.fstat(file.fileno())
+            place = _places(path, status.st_size, status.st_mtime_ns)[name]
             size = place.stop - place.start
             file.seek(place.start)
             return file.read(size) if size <= _SMALL_BYTES else b""
     except (DamagedFileError, OSError, KeyError):
         return b""
+
+
+@lru_cache(maxsize=4)
+def _places(path: Path, size: int, changed_ns: int) -> Mapping[str, TensorPlace]:
+    """Read a header once for all tensors that are asked for one by one, while the file is as is."""
+    with path.open("rb") as file:
+        return read_header(file).places
 
 
 LENGTH_BYTES = 8

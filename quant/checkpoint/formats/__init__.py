@@ -1,0 +1,1 @@
+"""Formats of quantized checkpoints: their settings, and whether the tensors of a module fit."""
