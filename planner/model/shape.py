@@ -335,7 +335,7 @@ class ModelShape:
     def fingerprint(self) -> str:
         """A digest of the model, however its weights are stored."""
         if self.stored is not None:
-            return self.plain.fingerprint()
+            return self.with_all(adapter_ranks=()).plain.fingerprint()
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_IN_FINGERPRINT}
         for key in _NOT_IN_OLDER_ONES:
             if getattr(self, key) == getattr(type(self), key):

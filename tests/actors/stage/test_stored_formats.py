@@ -80,7 +80,7 @@ def test_layers_have_their_codes_or_other_bits(
     form: str, bits: tuple[int, ...], name: str, tmp_path: Path
 ) -> None:
     """Tokens are those of `generate` where each weight is what its codes stand for, or is rounded
-    from that; bytes are those of plans; only what was rounded is cached.
+    from that; bytes are those of plans.
     """
     save_tiny(tmp_path, EVERY_CONFIG[name])
     plain, stored = store(tmp_path, form), FORMATS[form][2]

@@ -17,6 +17,7 @@ from quant.checkpoint.written_methods import fills_words
 from quant.common.errors import CheckpointError
 from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear, linear_of_codes, quantize_linear
+from quant.loading.cache_folder import ShardCache
 from quant.loading.emulated_kernels import (
     LayerScheme,
     RepresentedLinear,
@@ -239,7 +240,11 @@ def test_other_bits_than_stored_are_rounded_again(
     layer, others = meta_layer(model, name), {"down_proj": 16, "o_proj": 3}
     replace_by_gptq(tmp_path, model, name, 4, act_order=False, others=others)
     checkpoint, form = Checkpoint(tmp_path), LayerForm(planned, PLAIN_CPU, torch.float32, CPU)
-    load_layer(LayerLoad(layer, name, form), checkpoint)
+    cache = ShardCache(tmp_path / "cache")
+    for each in (meta_layer(model, name), layer):  # the second one out of the cache
+        with cache:
+            load_layer(LayerLoad(each, name, form), checkpoint, cache)
+        assert (tmp_path / "cache").is_dir() == (planned != 16), "16 bit is quickly decoded again"
     for inner, linear in model.get_submodule(name).named_modules():
         if isinstance(linear, nn.Linear):
             ours = layer.get_submodule(inner)
