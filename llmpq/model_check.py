@@ -51,7 +51,7 @@ def checked_adapter(given: str | Path | None, shape: ModelShape, folder: Path) -
     if given is None:
         return None
     adapter = Adapter(given)
-    if shape.stored is not None:
+    if not shape.is_original:
         raise CheckpointError(no_merging(adapter.folder, folder))
     return str(adapter.folder)
 

@@ -32,6 +32,10 @@ class LayerForm:
     backend: str | None = None
     rounding: str = ROUNDINGS[0]
 
+    def with_bits(self, bits: int) -> Self:
+        """This form, or one of other bits, for which another backend is preferred."""
+        return self if bits == self.bits else replace(self, bits=bits, backend=None)
+
     def rule_of(self, shape: LinearShape) -> KernelRule:
         return rule_for(self.processor, self.bits, shape, dtype_name(self.dtype), self.backend)
 
@@ -43,6 +47,9 @@ class HostForm(LayerForm):
     """
 
     streams_from: int | None = None
+
+    def with_bits(self, bits: int) -> Self:
+        return replace(self, bits=bits, backend=HOST_BACKENDS.get(bits))
 
     @classmethod
     def beside(cls, form: LayerForm, bits: int, streams_from: int | None) -> Self:

@@ -95,7 +95,7 @@ def measure_layers(
     is quantized already, and count for no other.
     """
     checkpoint = Checkpoint.of(checkpoint)
-    stored = checkpoint.keeps_codes
+    stored = not checkpoint.is_original
     dtype = compute.dtype
     own = compute if stored else compute.in_type(_fast_dtype(dtype, compute.processor))
     stream = LayerStream(checkpoint, own)

@@ -27,7 +27,7 @@ _CLUSTER, _QUESTIONS, _PLAN, _ANSWERS = (
     "answers.jsonl",
 )
 _PAGE, _SERVED = "plan.html", "serve.json"
-_LIMITS = ("--n", "64", "--bits", "4", "8", "16")
+_LIMITS = ("--n", "64", "--bits", "8", "16")
 _SERVED_LIMITS = ("--s", "128", "--n", "96", "--global_bz", "4", "--bits", "4", "8", "16")
 """Prompts of 128 tokens and answers of 96, four at a time: the demo's cluster has room for them."""
 

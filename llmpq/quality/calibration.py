@@ -113,7 +113,7 @@ def with_calibrated(
     folder = resolve(reference)
     shape = shape_for_plan(plan, folder)
     adapter = checked_adapter(options.adapter, shape, folder)
-    if shape.stored is not None:
+    if not shape.is_original:
         return options
     if options.no_cache:
         raise SpecError(

@@ -130,7 +130,7 @@ def check_draw(sequences: int, seed: int) -> None:
 
 def refuse_stored(shape: ModelShape, folder: Path) -> None:
     """Raise `SpecError` for a checkpoint whose weights are not those that are rounded."""
-    if shape.stored is not None:
+    if not shape.is_original:
         raise SpecError(
             f"{folder} is quantized already; measure the 16-bit checkpoint that it was made of, "
             "whose --omega_file plans of both take, or plan for it without one"

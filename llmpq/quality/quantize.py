@@ -77,7 +77,7 @@ def quantize_checkpoint(
     """
     checkpoint = Checkpoint.of(source)
     check_target(checkpoint.place, target, overwrite)
-    if checkpoint.keeps_codes:
+    if not checkpoint.is_original:
         raise SpecError(
             f"{checkpoint.place} is quantized already; give the original 16-bit checkpoint"
         )

@@ -57,7 +57,7 @@ def weighed(
     """
     folder, _, adapter = model
     shape = model_shape(str(folder))
-    if plan is not None and plan.rounding == GPTQ and shape.stored is None:
+    if plan is not None and plan.rounding == GPTQ and shape.is_original:
         raise SpecError(
             f"{subject.name} is calibrated before a run; make its checkpoint with llmpq quantize "
             "and pass that folder as --model"

@@ -146,7 +146,7 @@ def shape_for_plan(plan: PlanSpec, folder: Path) -> ModelShape:
             f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} "
             "layers); plan again for this model or pass --model"
         )
-    if plan.rounding == GPTQ and shape.stored is not None and plan.rounded_layers(shape):
+    if plan.rounding == GPTQ and not shape.is_original and plan.rounded_layers(shape):
         raise PlanMismatchError(
             f"{folder} is quantized with other bits than the plan gives layer "
             f"{plan.rounded_layers(shape)[0]}, and rounding {GPTQ} needs weights that are not "

@@ -85,8 +85,9 @@ def hosted_bytes(shape: ModelShape, bits: int, dtype: str) -> int:
     """Bytes of all experts of a layer in the host's memory; biases are counted on the device."""
     if shape.experts is None:
         return 0
-    own, backend = host_dtype(dtype), HOST_BACKENDS.get(bits)
-    rules = [(rule_for(Processor(), bits, x, own, backend), x) for x in shape.expert_linears]
+    own = host_dtype(dtype)
+    held = [(each.stored_bits or bits, each) for each in shape.at(bits).expert_linears]
+    rules = [(rule_for(Processor(), b, x, own, HOST_BACKENDS.get(b)), x) for b, x in held]
     return shape.experts.count * sum(rule.nbytes(linear, own) for rule, linear in rules)
 
 

@@ -4,6 +4,7 @@ by them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
@@ -132,17 +133,23 @@ class Machine:
         return moved_bytes * (_CPU_RESTORE_SHARE if self.accelerator.is_cpu else 1.0)
 
     def experts_s(
-        self, shape: ModelShape, bits: int, tokens: int, backend: str | None = None
+        self,
+        shape: ModelShape,
+        bits: int,
+        tokens: int,
+        backend_of: Callable[[int], str | None] = lambda bits: None,
     ) -> float:
-        """Seconds of the products of all experts that a pass asks, each of as many rows."""
+        """Seconds of the products of all experts that a pass asks, each of as many rows, with a
+        backend by the bits of a weight.
+        """
         if shape.experts is None:
             return 0.0
         asked = shape.experts.asked(tokens)
         rows = tokens * shape.experts.per_token / asked
         begun_s = _CPU_PRODUCT_S if self.accelerator.is_cpu else 0.0
+        held = [(each.stored_bits or bits, each) for each in shape.at(bits).expert_linears]
         return asked * sum(
-            begun_s + self.linear_s(linear, linear.stored_bits or bits, rows, backend)
-            for linear in shape.at(bits).expert_linears
+            begun_s + self.linear_s(linear, own, rows, backend_of(own)) for own, linear in held
         )
 
     def expert_launches(self, shape: ModelShape, bits: int, tokens: int) -> int:
@@ -151,8 +158,10 @@ class Machine:
             return 0
         processor, experts = self.accelerator.processor, shape.experts
         takes_all = all(
-            rule_for(processor, bits, each, self.dtype, decode_rows=tokens).takes_experts
-            for each in shape.expert_linears
+            rule_for(
+                processor, each.stored_bits or bits, each, self.dtype, decode_rows=tokens
+            ).takes_experts
+            for each in shape.at(bits).expert_linears
         )
         if takes_all and tokens * experts.per_token <= ASKED_PER_EXPERT * experts.count:
             return _TOGETHER_LAUNCHES

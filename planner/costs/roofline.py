@@ -130,12 +130,14 @@ class RooflineLatency(LatencyModel):
         hidden = tokens * self.shape.hidden_size
         copies_s = 2 * (waiting_s + hidden * machine.element_bytes / link)
         rows = _ROW_PASSES * experts.per_token * hidden * host.element_bytes
-        computed_s = host.experts_s(self.shape, bits, tokens, HOST_BACKENDS.get(bits))
+        computed_s = host.experts_s(self.shape, bits, tokens, HOST_BACKENDS.get)
         computed_s += CPU_LAYER_OVERHEAD_S + host.move_s(rows)
         asked = experts.asked(tokens)
         held = hosted_bytes(self.shape, bits, machine.dtype) / experts.count
         streamed_s = asked * (held / link + LAUNCH_S * _STREAMED_LAUNCHES)
-        streamed_s += machine.experts_s(self.shape, bits, tokens, fallback_rule(bits).name)
+        streamed_s += machine.experts_s(
+            self.shape, bits, tokens, lambda own: fallback_rule(own).name
+        )
         return HostedSeconds(copies_s, computed_s, streamed_s)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
@@ -245,3 +247,7 @@ def _mlp_width(shape: ModelShape) -> int:
     if shape.experts is None:
         return shape.intermediate_size
     return shape.experts.per_token * shape.experts.width + shape.experts.shared_width
+
+
+def _restoring(bits: int) -> str:
+    return fallback_rule(bits).name

@@ -151,6 +151,11 @@ class ModelShape:
         counted = zip(self.kind_shapes, self.kind_counts, strict=True)
         return sum(count * of_kind(kind) for kind, count in counted)
 
+    @property
+    def is_original(self) -> bool:
+        """Whether weights are not quantized, or but as those of a GGUF file."""
+        return self.stored is None or self.stored.is_gguf
+
     @cached_property
     def plain(self) -> ModelShape:
         """This shape as of weights that are not quantized: kinds that differ by them are one."""

@@ -32,6 +32,7 @@ from planner.search.request import (
 )
 from planner.workload import Job, Workload
 from quant.common.errors import BoundNotMetError, SpecError
+from quant.scheme import GPTQ
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,8 @@ def find_plan(
     planned, InfeasibleError if nothing fits.
     """
     check_rounding(shape, options)
+    if options.rounding == GPTQ and shape.stored is not None:
+        shape = shape.plain  # of a GGUF file, whose codes are decoded to be calibrated
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request):
         found = with_fitting_cache(request, lambda each: _find(each, source, clock))

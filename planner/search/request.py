@@ -105,7 +105,7 @@ def _least_in_flight(job: Job, options: PlanOptions) -> int:
 
 
 def check_rounding(shape: ModelShape, options: PlanOptions) -> None:
-    if shape.stored is not None and options.rounding == GPTQ:
+    if not shape.is_original and options.rounding == GPTQ:
         raise SpecError(
             f"rounding {GPTQ} is calibrated on weights that are not quantized, as {shape.name} is "
             "already; choose another rounding, or plan for the original 16-bit checkpoint"
@@ -143,7 +143,7 @@ def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
 
 def has_free_experts(shape: ModelShape) -> bool:
     """Whether experts may have bits and a place of their own; quantized checkpoints say theirs."""
-    return shape.stored is None and any(each.experts is not None for each in shape.kind_shapes)
+    return shape.is_original and any(each.experts is not None for each in shape.kind_shapes)
 
 
 def cost_model(

@@ -39,6 +39,9 @@ from quant.checkpoint.stored_config import (
 from quant.checkpoint.stored_methods import read_stored_config
 from quant.checkpoint.stored_tensors import StoredTensor, stored_tensors
 
+BLOCKS, NUMBERS = "blocks", "numbers"
+"""Forms of GGUF files: of codes, and of what stands beside them and is rounded to their bits."""
+
 _MARKS = {
     GPTQ_METHOD: ("qweight",),
     AWQ: ("qweight",),
@@ -120,7 +123,7 @@ def describe(
 def weight_tensors(folder: Path) -> Mapping[str, StoredTensor]:
     """As `stored_tensors`, with weights as models ask for them in place of their codes."""
     tensors, config = stored_tensors(folder), read_stored_config(folder)
-    if config is None or not tensors:
+    if config is None or config.method not in _MARKS:
         return tensors
     marks = coded_weights(tensors, config)
     plain = {name: tensors[name] for name in tensors.keys() - parts_beside(marks)}

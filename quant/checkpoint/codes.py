@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quant.checkpoint.stored_config import WORD_BITS
+from quant.common.errors import CheckpointError
 from quant.devices import row_blocks
 
 WORD_MASK = (1 << WORD_BITS) - 1
@@ -18,8 +19,9 @@ _FIRST_PART, _SECOND_PART = 21, 11
 
 @dataclass(frozen=True)
 class GroupCodes:
-    """A weight `(code - zero) * scale`: `codes` uint8 `[out, in]`; `scale` float `[out, groups]`;
-    `zero` uint8 `[out, groups]`; `group_of_column` int32 `[in]`.
+    """A weight `(code - zero) * scale + low`: `codes` uint8 `[out, in]`; `scale` float `[out,
+    groups]`; `zero` uint8 `[out, groups]`; `group_of_column` int32 `[in]`; `low` float `[out,
+    groups]` where the lowest weight of a group is no multiple of its scale, else None.
     """
 
     codes: torch.Tensor
@@ -27,6 +29,14 @@ class GroupCodes:
     zero: torch.Tensor
     group_of_column: torch.Tensor
     bits: int
+    low: torch.Tensor | None = None
+
+    def check_finite(self, place: str) -> None:
+        sizes = self.scale if self.low is None else torch.stack((self.scale, self.low))
+        if not bool(torch.isfinite(sizes).all()):
+            raise CheckpointError(
+                f"{place}: its scales hold NaN or infinity; the checkpoint is damaged"
+            )
 
     def dequantize(self) -> torch.Tensor:
         out = torch.empty(self.codes.shape)
@@ -37,6 +47,7 @@ class GroupCodes:
 
     def split_rows(self, parts: int) -> list[GroupCodes]:
         """As many weights of equal numbers of rows below each other."""
+        assert self.low is None, "asked of codes that were chosen here"
         each = [part.chunk(parts) for part in (self.codes, self.scale, self.zero)]
         return [
             replace(
@@ -52,7 +63,8 @@ class GroupCodes:
     def rows(self, block: slice) -> torch.Tensor:
         columns = self.group_of_column.long()
         centred = self.codes[block].float().sub_(self.zero[block].float()[:, columns])
-        return centred.mul_(self.scale[block].float()[:, columns])
+        centred.mul_(self.scale[block].float()[:, columns])
+        return centred if self.low is None else centred.add_(self.low[block].float()[:, columns])
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -94,10 +94,7 @@ class CodedFiles:
                 f"{list(coded.shape or ())}; the checkpoint is damaged"
             )
         codes = _READERS[coded.form](part, coded, self._config, kept)
-        if not bool(torch.isfinite(codes.scale).all()):
-            raise CheckpointError(
-                f"{place}: its scales hold NaN or infinity; the checkpoint is damaged"
-            )
+        codes.check_finite(place)
         groups, index = codes.scale.shape[1], codes.group_of_column
         if int(index.min()) < 0 or int(index.max()) >= groups:
             raise CheckpointError(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from quant.checkpoint.adapter import Adapter, LowRank, is_of_layer, no_merging
-from quant.checkpoint.coded_weights import CodedWeight
+from quant.checkpoint.coded_weights import NUMBERS, CodedWeight
 from quant.checkpoint.codes import GroupCodes
 from quant.checkpoint.decoding import CodedFiles, Rows
 from quant.checkpoint.gguf.folder import gguf_index, model_place
@@ -40,7 +40,8 @@ from quant.scheme import FULL_BITS
 class Checkpoint:
     """The tensors of a folder of safetensors, a GGUF file or a hub id, of quantized weights what
     they stand for. `folder` has its settings, `place` is for messages; `keeps_codes`: linears have
-    integer codes, which stages keep. `adapter`: the folder of one that is added to its weights.
+    integer codes, which stages keep; `is_original`: there are none, or but these of a GGUF file.
+    `adapter`: the folder of one that is added to its weights.
     CheckpointError if there are no weights to read, SpecError for a quantization that is not read.
     """
 
@@ -50,8 +51,10 @@ class Checkpoint:
         self._identities: dict[str, FileIdentity] = {}
         self._ahead: ReadAhead | None = None
         index = gguf_index(self.folder)
-        config = None if index is not None else read_stored_config(self.folder)
-        self.keeps_codes = config is not None and config.keeps_codes
+        config = read_stored_config(self.folder)
+        is_merged = index is not None and adapter is not None
+        self.keeps_codes = config is not None and config.keeps_codes and not is_merged
+        self.is_original = not self.keeps_codes or index is not None
         self._config = config
         self._files: SafetensorsFiles | CodedFiles | GgufTensors
         if index is not None:
@@ -129,15 +132,22 @@ class Checkpoint:
     def coded(self, module: str) -> CodedWeight | None:
         """How the weight of `module` is stored as integer codes; None where it is not."""
         name, prefix = f"{module}.weight", module.partition(".")[0]
-        if not isinstance(self._files, CodedFiles) or not self.has(name, prefix):
+        if isinstance(self._files, SafetensorsFiles) or not self.has(name, prefix):
             return None
+        if isinstance(self._files, GgufTensors) and not self.keeps_codes:
+            return None  # the adapter's are added to their numbers
         found = self._files.coded(self.find(name, prefix))
         return None if found is None or found.linear is None else found
 
     def stored_bits(self, module: str) -> int:
-        """The bits of the codes of `module`; 16 where it has none."""
+        """The bits of `module` in a layer that is kept as it is stored; 16 of plain numbers."""
         coded = self.coded(module)
         return FULL_BITS if coded is None or coded.linear is None else coded.linear.bits
+
+    def has_codes(self, module: str) -> bool:
+        """Whether the weight of `module` is had as codes; others are rounded to `stored_bits`."""
+        coded = self.coded(module)
+        return coded is not None and coded.form != NUMBERS
 
     def bits_of_layer(self, weights: Mapping[int, int]) -> int:
         """As of `StoredConfig`."""
@@ -152,7 +162,7 @@ class Checkpoint:
         """
         coded = self.coded(module)
         assert coded is not None, "asked of integer codes"
-        assert isinstance(self._files, CodedFiles), "which others have not"
+        assert not isinstance(self._files, SafetensorsFiles), "which have none"
         if coded.shape != shape:
             raise CheckpointError(
                 f"the codes of {coded.stem} in {self.place} are those of a weight of "

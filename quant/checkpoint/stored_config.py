@@ -24,6 +24,8 @@ WHOLE_ROW = -1
 
 GPTQ_METHOD, AWQ, FP8, COMPRESSED = "gptq", "awq", "fp8", "compressed-tensors"
 BITSANDBYTES, MODELOPT, TORCHAO = "bitsandbytes", "modelopt", "torchao"
+GGUF = "GGUF"
+"""What the method of a GGUF file begins with, before the type of most of its blocks."""
 
 _NAME_PARTS = 32
 """Parts of a module's name beyond which no name within it is looked for; real ones have ten."""
@@ -152,6 +154,11 @@ class StoredConfig:
     @property
     def keeps_codes(self) -> bool:
         return self.bits != FULL_BITS
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether there is but this file of a model: it is rounded where others are refused."""
+        return self.method.startswith(GGUF)
 
     @property
     def words(self) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 from quant.checkpoint.formats.fields import REMEDY
 from quant.checkpoint.formats.settings import METHODS
+from quant.checkpoint.gguf.blocks import stored_config
+from quant.checkpoint.gguf.folder import gguf_index
 from quant.checkpoint.stored_config import (
     CONFIG_FILE,
     CONFIG_KEY,
@@ -35,6 +37,9 @@ SETTINGS_FILES = (CONFIG_FILE, *_FILES)
 
 def read_stored_config(folder: Path) -> StoredConfig | None:
     """Read how `folder` is quantized; None: plain weights. SpecError for what cannot be read."""
+    described = gguf_index(folder)
+    if described is not None:
+        return stored_config(described)
     values = quantization_entries(_read_json(folder / CONFIG_FILE))
     if values is not None:
         return parse_stored_config(values, str(folder))

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
+from quant.checkpoint.gguf.blocks import stored_linears
 from quant.checkpoint.gguf.folder import GGUF_INDEX_FILE, gguf_index
 from quant.checkpoint.stored_config import StoredLinear
 from quant.common.errors import CheckpointError
@@ -102,10 +103,10 @@ def stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
     described = gguf_index(folder)
     if described is not None:
         described.check_unchanged()
-        paths = [str(path) for path in described.paths]
-        found = described.tensors.items()
+        paths, linears = [str(path) for path in described.paths], stored_linears(described)
         return {
-            name: StoredTensor(paths[each.part], each.dtype, each.shape) for name, each in found
+            name: StoredTensor(paths[each.part], each.dtype, each.shape, linears.get(name))
+            for name, each in described.tensors.items()
         }
     if (folder / SINGLE_FILE).is_file():
         return _in_file(folder, SINGLE_FILE)

@@ -124,13 +124,13 @@ def load_layer_as_planned(
     is_foreign = scheme.planned_for is not None
     if is_foreign and scheme.bits < FULL_BITS and scheme.bits != layer_bits:
         for name, linear in load.linears:
-            if checkpoint.stored_bits(f"{load.name_prefix}.{name}") == scheme.bits:
+            full_name = f"{load.name_prefix}.{name}"
+            if checkpoint.has_codes(full_name) and checkpoint.stored_bits(full_name) == scheme.bits:
                 continue
             shape = LinearShape(linear.in_features, linear.out_features)
             rule = _foreign_rule(shape, scheme, load.form)
             if rule is None:
                 continue
-            full_name = f"{load.name_prefix}.{name}"
             stored = _stored(linear, checkpoint, full_name, load.form)
             inputs = None if load.importance is None else load.importance.inputs.get(name)
             rounding = Rounding.of_tensor(scheme.rounding, full_name, inputs)

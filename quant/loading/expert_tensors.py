@@ -7,7 +7,7 @@ transformers fuses them (Qwen3.5-MoE), that transposed, or its MXFP4 codes and s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,9 @@ class ExpertTensors:
         """The bits of the codes of `fused`; 16 where it has none."""
         return self.checkpoint.stored_bits(f"{self.name}.0.{self.parts(fused)[0]}")
 
+    def has_codes(self, fused: str) -> bool:
+        return self.checkpoint.has_codes(f"{self.name}.0.{self.parts(fused)[0]}")
+
     def stored_names(self) -> list[str]:
         """Names under which the weights of all experts are stored."""
         count, _, _ = expert_shapes(self.module)
@@ -126,9 +129,7 @@ class ExpertTensors:
             weights.append(stored.canonical)
         joined, cut = rows_joined(weights), self.cuts.get(fused)
         joined = joined if cut is None else part_of(joined, cut)
-        if joined.bits != form.bits:
-            form = replace(form, bits=joined.bits, backend=None)
-        return linear_of_codes(joined, None, form).packed
+        return linear_of_codes(joined, None, form.with_bits(joined.bits)).packed
 
     def _of_expert(self, fused: str, index: int, size: tuple[int, ...]) -> Tensor:
         """Read an expert that is stored by itself."""
@@ -197,11 +198,10 @@ def load_experts(
     held = [ExpertWeights(shape, count) for shape in shapes]
     for fused, weights in zip(FUSED, held, strict=True):
         stored = tensors.stored_bits(fused)
-        is_kept = stored != FULL_BITS and form.bits in (layer_bits, stored)
-        read = None if is_kept else tensors.reader(fused, weights.shape)
-        own_form = form
-        if stored == FULL_BITS and form.bits == layer_bits:  # as it is, in a layer of codes
-            own_form = replace(form, bits=FULL_BITS, backend=None)
+        is_kept = form.bits in (layer_bits, stored)
+        own_form = form.with_bits(stored) if is_kept else form
+        has_codes = is_kept and tensors.has_codes(fused)
+        read = None if has_codes else tensors.reader(fused, weights.shape)
         for index in range(count):
             name = f"{tensors.name}.{index}.{fused}"
             own = inputs_of_expert(inputs.get(fused), index, tensors.whole(fused, weights.shape)[1])

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -173,7 +172,7 @@ def _filled_linear(
             filled = linear_as_stored(checkpoint, full_name, shape, form, cut)
         if filled is not None:
             return filled
-        form = replace(form, bits=FULL_BITS, backend=None)  # as it is
+        form = form.with_bits(checkpoint.stored_bits(full_name))  # as it is
     weight = _read(checkpoint, f"{full_name}.weight", linear.weight, cut)
     inputs = None if load.importance is None else load.importance.inputs.get(name)
     with _named(f"{full_name}.weight", checkpoint):
@@ -191,13 +190,11 @@ def linear_as_stored(
     takes, without bias, with the codes that it is stored with; None where it has none.
     CheckpointError for columns that cannot be cut.
     """
-    if checkpoint.coded(module) is None:
+    if not checkpoint.has_codes(module):
         return None
     rows = slice(None) if cut is None or cut.dimension == COLUMNS else cut.index[ROWS]
     stored = checkpoint.read_codes(module, shape, rows)
-    if stored.bits != form.bits:
-        form = replace(form, bits=stored.bits, backend=None)
-    weight = to_canonical(stored)
+    form, weight = form.with_bits(stored.bits), to_canonical(stored)
     if cut is not None and cut.dimension == COLUMNS:
         weight = _columns(weight, cut)
     return linear_of_codes(weight.canonical, weight.input_order, form)

@@ -54,7 +54,10 @@ def to_canonical(weight: GroupCodes) -> StoredWeight:
     repeats = _parts_of_group(columns // groups, columns)
     half = 1 << (weight.bits - 1)
     scale = _in_16_bits(weight.scale)
-    zero = (half - weight.zero.float()) * scale.float()
+    if weight.low is None:
+        zero = (half - weight.zero.float()) * scale.float()
+    else:  # of the scale before it was rounded, so that errors are those of half the codes
+        zero = (half - weight.zero.float()) * weight.scale.float() + weight.low.float()
     canonical = CanonicalWeight(
         codes=weight.codes if in_order else weight.codes[:, order],
         scale=scale.repeat_interleave(repeats, dim=1),

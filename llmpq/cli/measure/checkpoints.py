@@ -169,7 +169,7 @@ def _planned_bits(plan: PlanSpec, folder: Path) -> _Bits:
 
 
 def _refuse_quantized(shape: ModelShape, folder: Path) -> None:
-    if shape.stored is not None:
+    if not shape.is_original:
         raise SpecError(f"{folder} is quantized already; give the original 16-bit checkpoint")
 
 

@@ -143,7 +143,7 @@ class GgufTensor:
         return unread or (types[0] if len(types) == 1 else _FLOAT)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GgufIndex:
     """The files as they were when indexed, llama.cpp's architecture, tensors by transformers'
     names.

@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from quant.checkpoint.coded_weights import BLOCKS, NUMBERS, CodedWeight
+from quant.checkpoint.codes import GroupCodes
+from quant.checkpoint.gguf.blocks import BITS, CODES, GROUP, MIDDLE, stored_linears
 from quant.checkpoint.gguf.folder import GgufIndex, GgufTensor, StoredPart
 from quant.checkpoint.gguf.header import BFLOAT16, UNPACKED, dequantize
 from quant.checkpoint.gguf.orders import Rows, row_order, untiled
 from quant.checkpoint.read_ahead import FileRange
+from quant.checkpoint.stored_config import Scheme
 from quant.common.errors import CheckpointError
+from quant.devices import ranges
 
 _ELEMENTS_AT_ONCE = 1 << 22
 """Elements dequantized at once: the package makes several arrays of their size on its way."""
@@ -44,15 +49,7 @@ class GgufTensors:
         to keep it, never write to it. CheckpointError for a file that cannot be mapped.
         """
         tensor = self._index.tensors[name]
-        first = tensor.sources[0]
-        count = sum(source.shape[0] for source in tensor.sources)
-        try:
-            rows = row_order(tensor.order, tensor.numbers, count)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{self._index.paths[first.part]}: tensor {first.stored_name} has {count} rows, "
-                f"which are not those of {error}"
-            ) from error
+        first, rows = tensor.sources[0], self._order(tensor)
         if len(tensor.sources) == 1:
             found = self._read(first, rows)
         else:
@@ -66,8 +63,56 @@ class GgufTensors:
                 f"{found.shape[-1]} columns, which are not those of {error}"
             ) from error
 
+    def coded(self, name: str) -> CodedWeight | None:
+        """How a weight is stored of a layer whose codes are kept; None: it is of no such layer."""
+        linear, tensor = stored_linears(self._index).get(name), self._index.tensors[name]
+        if linear is None:
+            return None
+        form, (rows, columns) = BLOCKS if linear.bits == BITS else NUMBERS, tensor.shape
+        return CodedWeight(name.removesuffix(".weight"), form, Scheme(), (rows, columns), linear)
+
+    def read_codes(self, coded: CodedWeight, kept: slice | list[int]) -> GroupCodes:
+        """Read the `kept` rows of a matrix of BLOCKS."""
+        tensor = self._index.tensors[f"{coded.stem}.weight"]
+        parts = [self._bytes(each).reshape(each.shape[0], -1) for each in tensor.sources]
+        stored = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        order = self._order(tensor)
+        rows = stored[kept] if order is None else stored[order[kept]]
+        count, columns = len(rows), tensor.shape[1]
+        codes = torch.empty(count, columns, dtype=torch.uint8)
+        scales, lows = list[torch.Tensor](), list[torch.Tensor]()
+        for block in ranges(count, max(1, _ELEMENTS_AT_ONCE // columns)):
+            own, each, low = CODES[tensor.sources[0].type_name](rows[block])
+            codes[block] = torch.from_numpy(own)
+            scales.append(torch.from_numpy(each))
+            lows += [] if low is None else [torch.from_numpy(low)]
+        scale = torch.cat(scales)
+        found = GroupCodes(
+            codes=codes,
+            scale=scale,
+            zero=torch.full(scale.shape, 0 if lows else MIDDLE, dtype=torch.uint8),
+            group_of_column=torch.arange(columns, dtype=torch.int32) // GROUP,
+            bits=BITS,
+            low=torch.cat(lows) if lows else None,
+        )
+        found.check_finite(f"tensor {coded.stem} in {self._index.paths[tensor.part]}")
+        return found
+
+    def _order(self, tensor: GgufTensor) -> Rows | None:
+        first, count = tensor.sources[0], sum(source.shape[0] for source in tensor.sources)
+        try:
+            return row_order(tensor.order, tensor.numbers, count)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._index.paths[first.part]}: tensor {first.stored_name} has {count} rows, "
+                f"which are not those of {error}"
+            ) from error
+
+    def _bytes(self, source: StoredPart) -> Bytes:
+        return self._mapped(source.part)[source.start : source.stop]
+
     def _read(self, source: StoredPart, order: Rows | None = None) -> torch.Tensor:
-        stored = self._mapped(source.part)[source.start : source.stop]
+        stored = self._bytes(source)
         if order is None:
             rows = stored.reshape(math.prod(source.shape[:-1]), -1)
         else:  # a vector is one row, unless its elements are moved

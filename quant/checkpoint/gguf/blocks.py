@@ -1,0 +1,124 @@
+"""Blocks of 4-bit codes, which stages keep, and which linears of a file are stored so; no torch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from quant.checkpoint.gguf.architectures import ARCHITECTURES
+from quant.checkpoint.gguf.folder import GgufIndex, GgufTensor
+from quant.checkpoint.gguf.header import BFLOAT16, UNPACKED, gguf_library
+from quant.checkpoint.gguf.names import layer_of
+from quant.checkpoint.stored_config import GGUF, WHOLE_ROW, StoredConfig, StoredLinear
+from quant.scheme import FULL_BITS
+
+Array = np.ndarray[Any, Any]
+Blocks = tuple[Array, Array, Array | None]
+"""Of rows: the codes uint8 `[rows, in]`; of each group of 32 columns the scale and what code 0
+stands for, float `[rows, groups]`, None where the MIDDLE code stands for 0.
+"""
+
+BITS, GROUP, MIDDLE = 4, 32, 8
+_BESIDE_BITS = 8
+
+
+def _q4_0(rows: Array) -> Blocks:
+    blocks = rows.reshape(len(rows), -1, 18)
+    return _nibbles(blocks[..., 2:]), _halves(blocks, 0), None
+
+
+def _q4_1(rows: Array) -> Blocks:
+    blocks = rows.reshape(len(rows), -1, 20)
+    return _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2)
+
+
+def _q4_k(rows: Array) -> Blocks:
+    """Eight groups share two halves, which 6-bit factors multiply, exactly in float32."""
+    blocks = rows.reshape(len(rows), -1, 144)
+    packed = np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12)
+    scales, minima = gguf_library("Q4_K").quants.Q4_K.get_scale_min(packed)
+    scale, low = (
+        (_halves(blocks, at).astype(np.float32)[..., None] * own.reshape(*blocks.shape[:2], 8))
+        .reshape(len(rows), -1)
+        for at, own in ((0, scales), (2, minima))
+    )  # fmt: skip
+    return _nibbles(blocks[..., 16:].reshape(len(rows), -1, GROUP)), scale, -low
+
+
+def _nibbles(packed: Array) -> Array:
+    """The codes `[rows, in]` of `packed` `[rows, n, bytes]`: all low halves before the high."""
+    codes = np.empty((*packed.shape[:2], 2, packed.shape[2]), np.uint8)
+    np.bitwise_and(packed, 15, out=codes[:, :, 0])
+    np.right_shift(packed, 4, out=codes[:, :, 1])
+    return codes.reshape(len(packed), -1)
+
+
+def _halves(blocks: Array, at: int) -> Array:
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0]
+
+
+CODES: Mapping[str, Callable[[Array], Blocks]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}
+"""By the type of blocks, which are rows of bytes."""
+
+
+def _holds_codes(tensor: GgufTensor) -> bool:
+    """Whether a matrix is rows of such blocks, in whatever order."""
+    types = {source.type_name for source in tensor.sources}
+    is_moved = tensor.change != "none" or tensor.order == "keys and values"
+    return len(types) == 1 and types <= CODES.keys() and not is_moved
+
+
+@lru_cache(maxsize=4)
+def stored_linears(index: GgufIndex) -> Mapping[str, StoredLinear]:
+    """How weights are stored in layers most of whose blocks are 4-bit codes; other blocks there are
+    held with 8 bit in rows. Those of other layers are decoded, and have the bits of a plan.
+    """
+    if "interleaved" in ARCHITECTURES[index.architecture].orders.values():
+        return {}  # gate and up of experts take turns in stages, row by row
+    layers = defaultdict[int, dict[str, GgufTensor]](dict)
+    for name, tensor in index.tensors.items():
+        layer = layer_of(tensor.sources[0].stored_name)
+        if layer is not None and len(tensor.shape) == 2 and not _is_plain(tensor):
+            layers[layer][name] = tensor
+    return {name: own for each in layers.values() for name, own in _of_layer(each)}
+
+
+def stored_config(index: GgufIndex) -> StoredConfig | None:
+    """How most weights in blocks are stored; None: all are plain numbers."""
+    weights = Counter[str]()
+    for tensor in index.tensors.values():
+        if len(tensor.shape) == 2 and not _is_plain(tensor):
+            weights[tensor.sources[0].type_name] += math.prod(tensor.shape)
+    if not weights:
+        return None
+    keeps = bool(stored_linears(index))
+    bits, group = (BITS, GROUP) if keeps else (FULL_BITS, WHOLE_ROW)
+    return StoredConfig(bits, group, method=f"{GGUF} {weights.most_common(1)[0][0]}")
+
+
+def _is_plain(tensor: GgufTensor) -> bool:
+    return any(source.type_name in (*UNPACKED, BFLOAT16) for source in tensor.sources)
+
+
+def _of_layer(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, StoredLinear]]:
+    kept = {name for name, tensor in tensors.items() if _holds_codes(tensor)}
+    weights = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
+    if 2 * sum(weights[name] for name in kept) <= sum(weights.values()):
+        return
+    for name, tensor in tensors.items():
+        other = _beside(name)
+        is_kept = name in kept and (other in kept or other not in tensors)
+        yield name, StoredLinear(*((BITS, GROUP) if is_kept else (_BESIDE_BITS, tensor.shape[1])))
+
+
+def _beside(name: str) -> str:
+    """The weight that stages hold in one with `name`: gate or up of an expert, else itself."""
+    for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
+        if name.endswith(f".{one}.weight") and ".experts." in name:
+            return name.replace(one, other)
+    return name
