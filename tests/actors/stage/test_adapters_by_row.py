@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from actors.messages import Request, Sampling
 from actors.schedule.orca import OrcaScheduler
@@ -28,6 +29,7 @@ from planner.model.finding import model_shape
 from planner.model.tensor_parallel import largest_rank_shape
 from quant.checkpoint.stored_tensors import ADAPTER_WEIGHTS
 from quant.common.errors import CheckpointError
+from quant.linear import QuantizedLinear
 from quant.scheme import Processor
 from tests.actors.configs import EVERY_CONFIG, LAYERS
 from tests.actors.driving import drive
@@ -35,6 +37,7 @@ from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import random_prompts, references, save_tiny, specs_of
 from tests.actors.thread_ranks import divided
 from tests.quant.adapters import adapter_tensors, merge, save_adapter
+from tests.quant.stored_formats import FORMATS, store
 
 LENGTHS, NEW_TOKENS = (5, 11, 1, 8, 3, 6), 8
 CPU = Device(find_accelerator("CPU"), "here", 0, 1 << 30, None, 1)
@@ -50,7 +53,7 @@ TARGETS = {
     "qwen3_moe": {"first": ("q_proj", "o_proj"), "second": ("k_proj", "v_proj")},
     "qwen2_moe": {"first": ("q_proj",), "second": ("shared_expert.up_proj", "o_proj")},
 }
-USUAL = ("qwen2", "phi3")
+USUAL = ("qwen2",)
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,12 @@ class Adapted:
     tokens: list[list[int]]
 
 
-def adapted(tmp_path: Path, name: str) -> Adapted:
+def adapted(tmp_path: Path, name: str, form: str | None = None) -> Adapted:
+    """Of a model of family `name`, stored quantized in a `form` of `tests.quant.stored_formats`."""
     model = save_tiny(tmp_path / "base", EVERY_CONFIG[name])
+    if form is not None:
+        plain = store(tmp_path / "base", form)
+        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     models: dict[str, Any] = {"": model}
     adapters = []
     for seed, (adapter, rank) in enumerate(RANKS.items()):
@@ -113,7 +120,7 @@ def test_each_row_has_its_own(name: str, tmp_path: Path) -> None:
             assert generated(stages) == case.tokens
 
 
-@pytest.mark.parametrize("policy", ["orca", "s3"])
+@pytest.mark.parametrize("policy", [pytest.param("orca", marks=pytest.mark.rare), "s3"])
 def test_requests_that_move_and_are_preempted_keep_theirs(policy: str, tmp_path: Path) -> None:
     case, longest = adapted(tmp_path, "qwen2"), max(LENGTHS) + NEW_TOKENS
     kv_tokens, slots = 2 * longest, 8
@@ -141,6 +148,14 @@ def test_requests_that_move_and_are_preempted_keep_theirs(policy: str, tmp_path:
     scheduler = (S3Scheduler if policy == "s3" else OrcaScheduler)(sizes, len(stages))
     assert generated(stages, scheduler) == case.tokens
     assert bool(scheduler.supervision.parked) == (policy == "s3")
+
+
+@pytest.mark.parametrize("form", ["awq", pytest.param("int8", marks=pytest.mark.rare)])
+def test_codes_that_are_kept_have_adapters_beside_them(form: str, tmp_path: Path) -> None:
+    case = adapted(tmp_path, "qwen2", form)
+    stage = stage_of(case, FORMATS[form][2], adapters=case.adapters)
+    assert any(isinstance(module, QuantizedLinear) for module in stage._model.modules())
+    assert generated([stage]) == case.tokens
 
 
 def stage_of(case: Adapted, bits: int, **others: Any) -> Stage:
