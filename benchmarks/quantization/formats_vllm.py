@@ -62,6 +62,8 @@ def main() -> None:
     prompts = json.load(sys.stdin)
     stages = partition.count(",") + 1
     os.environ.update(SETTINGS)
+    if stages > 1:  # a core for each: vLLM gives each a NUMA node of its own otherwise
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(stages)))
     from vllm import LLM, SamplingParams
 
     is_plain = multiply_plainly()

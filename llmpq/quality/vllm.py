@@ -82,6 +82,8 @@ class VllmPlan:
             )
         if len({stage.dtype for stage in self.plan.stages}) > 1:
             yield f"all stages compute in {self._dtype}: vLLM has one type"
+        if self._kernel == "the CPU" and len(self.plan.stages) > 1:
+            yield "set VLLM_CPU_OMP_THREADS_BIND to the cores of each stage, as in 0-7|8-15"
         for node, kinds in self._kinds_of_nodes().items():
             if len(kinds) > 1:
                 yield (
