@@ -17,11 +17,11 @@ from planner.model.shape import ModelShape
 from planner.model.stored_bits import stored_words
 from planner.model.weight_check import check_weights
 from planner.plan.spec import PlanSpec
-from quant.checkpoint.adapter import Adapter, no_merging
+from quant.checkpoint.adapter import Adapter
 from quant.checkpoint.model_reference import cached_snapshot, local_model, unfetched
 from quant.checkpoint.stored_tensors import other_parts, stored_tensors
 from quant.checkpoint.text_part import wrapper_of
-from quant.common.errors import CheckpointError, SpecError
+from quant.common.errors import SpecError
 
 
 def checked_shape(model: str | Path) -> ModelShape:
@@ -46,13 +46,18 @@ def checked_shape(model: str | Path) -> ModelShape:
 
 def checked_adapter(given: str | Path | None, shape: ModelShape, folder: Path) -> str | None:
     """The absolute folder of an adapter that is merged into the model in `folder`; without torch.
-    CheckpointError for one that is not taken, or a model whose weights are kept as they are.
+    CheckpointError for one that is not taken. A warning tells where stored codes are not kept.
     """
     if given is None:
         return None
     adapter = Adapter(given)
-    if not shape.is_original:
-        raise CheckpointError(no_merging(adapter.folder, folder))
+    if shape.stored is not None:
+        warnings.warn(
+            f"adapter {adapter.folder} changes {len(adapter.modules)} weights of {folder}: where "
+            "their codes would be kept, they are decoded and rounded again; plan with the adapter "
+            "beside the model (--adapters NAME=FOLDER) to keep them",
+            stacklevel=1,
+        )
     return str(adapter.folder)
 
 

@@ -25,6 +25,7 @@ from planner.model.stored_bits import ADDED_ERRORS, MOST_ADDED
 from planner.plan.parts import JobForecast, MoreDevices, PlanChoice
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import PREDICTING, TOKEN_POLICIES
+from quant.scheme import BITWIDTHS
 
 EQUAL_SPEED = 0.005  # less than a percent that is shown
 
@@ -187,19 +188,21 @@ def _by_plan(plan: PlanSpec) -> dict[PlanChoice, list[str]]:
 
 
 def _full_precision(plan: PlanSpec) -> str:
-    if plan.beside.quality is None:
+    if plan.beside.quality is None or (plan.weights is not None and not plan.weights.rounded):
         return ""
     used = {bits for stage in plan.stages for bits in stage.bitwidths}
     most, full = most_bits(plan), plan.beside.full_precision
+    mixes = full is not None and full.mean_bits not in BITWIDTHS
+    name = "nothing rounded again" if mixes else f"{most} bit"
     if used == {most}:
         return f"{most} bit: all layers have it"
     if full is None:
-        return f"{most} bit does not fit"
+        return f"{name} does not fit"
     slower = 1 - full.tokens_per_s / plan.predicted.tokens_per_s
     if abs(slower) < EQUAL_SPEED:
-        return f"{most} bit fits, and is as fast: {count(full.in_flight)} in flight"
+        return f"{name} fits, and is as fast: {count(full.in_flight)} in flight"
     how = "slower" if slower > 0 else "faster"
-    return f"{most} bit fits: {abs(slower) * 100:.0f} % {how}, {count(full.in_flight)} in flight"
+    return f"{name} fits: {abs(slower) * 100:.0f} % {how}, {count(full.in_flight)} in flight"
 
 
 def most_bits(plan: PlanSpec) -> int:
@@ -343,7 +346,7 @@ def _choices(plan: PlanSpec) -> Iterator[tuple[str, PlanChoice, str]]:
     for choice, names in groups.items():
         yield listed(list(names)), choice, f"--quality {names[0]}"
     full = beside.full_precision
-    if full is not None and full.mean_bits > present.mean_bits:
+    if full is not None and full.mean_bits in BITWIDTHS and full.mean_bits > present.mean_bits:
         bits = most_bits(plan)
         yield f"all layers at {bits} bit", full, f"--bits {bits}"
     if beaten(plan) and beside.beaten_by is not None:

@@ -182,14 +182,6 @@ def _identities(folder: Path) -> tuple[FileIdentity, ...]:
         raise CheckpointError(f"adapter {folder} cannot be read: {error.strerror}") from error
 
 
-def no_merging(adapter: str | Path, model: str | Path) -> str:
-    return (
-        f"adapter {adapter} cannot be merged into {model}, whose weights are integer codes that "
-        "stages keep; give the 16-bit model that they were made of, or plan with the adapter "
-        "beside the model (--adapters NAME=FOLDER)"
-    )
-
-
 def is_of_layer(module: str) -> bool:
     """Whether a module of training is part of a decoder layer, which has a number."""
     return re.search(r"\.\d+\.", f".{module}") is not None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from quant.checkpoint.adapter import Adapter, LowRank, is_of_layer, no_merging
+from quant.checkpoint.adapter import Adapter, LowRank, is_of_layer
 from quant.checkpoint.coded_weights import NUMBERS, CodedWeight
 from quant.checkpoint.codes import GroupCodes
 from quant.checkpoint.decoding import CodedFiles, Rows
@@ -52,8 +52,7 @@ class Checkpoint:
         self._ahead: ReadAhead | None = None
         index = gguf_index(self.folder)
         config = read_stored_config(self.folder)
-        is_merged = index is not None and adapter is not None
-        self.keeps_codes = config is not None and config.keeps_codes and not is_merged
+        self.keeps_codes = config is not None and config.keeps_codes
         self.is_original = not self.keeps_codes or index is not None
         self._config = config
         self._files: SafetensorsFiles | CodedFiles | GgufTensors
@@ -73,8 +72,6 @@ class Checkpoint:
 
     def _added_to_weights(self, adapter: Adapter) -> dict[str, LowRank]:
         """What `adapter` adds, by the names of stored weights."""
-        if self.keeps_codes:
-            raise CheckpointError(no_merging(adapter.folder, self.place))
         found: dict[str, LowRank] = {}
         for module, added in adapter.modules.items():
             name = self._weight_of(module, adapter)
@@ -134,8 +131,6 @@ class Checkpoint:
         name, prefix = f"{module}.weight", module.partition(".")[0]
         if isinstance(self._files, SafetensorsFiles) or not self.has(name, prefix):
             return None
-        if isinstance(self._files, GgufTensors) and not self.keeps_codes:
-            return None  # the adapter's are added to their numbers
         found = self._files.coded(self.find(name, prefix))
         return None if found is None or found.linear is None else found
 
@@ -147,7 +142,13 @@ class Checkpoint:
     def has_codes(self, module: str) -> bool:
         """Whether the weight of `module` is had as codes; others are rounded to `stored_bits`."""
         coded = self.coded(module)
-        return coded is not None and coded.form != NUMBERS
+        return coded is not None and coded.form != NUMBERS and not self.is_changed(module)
+
+    def is_changed(self, name_prefix: str) -> bool:
+        """Whether the adapter changes a weight below."""
+        return bool(self._added) and not self._added.keys().isdisjoint(
+            self.names_below(name_prefix)
+        )
 
     def bits_of_layer(self, weights: Mapping[int, int]) -> int:
         """As of `StoredConfig`."""

@@ -101,6 +101,8 @@ class ExpertTensors:
         return self.checkpoint.stored_bits(f"{self.name}.0.{self.parts(fused)[0]}")
 
     def has_codes(self, fused: str) -> bool:
+        if self.checkpoint.is_changed(self.name):
+            return False
         return self.checkpoint.has_codes(f"{self.name}.0.{self.parts(fused)[0]}")
 
     def stored_names(self) -> list[str]:

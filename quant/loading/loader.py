@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -38,7 +39,7 @@ from quant.loading.expert_tensors import load_experts
 from quant.loading.layer_load import LayerLoad, expert_inputs, held_dtype
 from quant.rounding.canonical import part_of
 from quant.rounding.gptq_format import StoredWeight, to_canonical
-from quant.scheme import COLUMNS, FULL_BITS, ROWS, Cut
+from quant.scheme import COLUMNS, FULL_BITS, ROWS, Cut, LinearShape, group_size
 
 _note: ContextVar[Callable[[], None] | None] = ContextVar("note of a loaded layer", default=None)
 
@@ -102,7 +103,8 @@ def _is_quantized_here(load: LayerLoad, checkpoint: Checkpoint) -> bool:
     form = next(map(load.form_of, load.expert_names), load.form)
     if form.bits == FULL_BITS or not checkpoint.keeps_codes:
         return form.bits != FULL_BITS
-    return load.stored_bits(checkpoint) not in (form.bits, load.form.bits)
+    is_kept = load.stored_bits(checkpoint) in (form.bits, load.form.bits)
+    return not is_kept or checkpoint.is_changed(load.name_prefix)
 
 
 def _key(load: LayerLoad, checkpoint: Checkpoint) -> CacheKey:
@@ -173,6 +175,9 @@ def _filled_linear(
         if filled is not None:
             return filled
         form = form.with_bits(checkpoint.stored_bits(full_name))  # as it is
+        if checkpoint.coded(full_name) is not None:  # by kernels of codes, which were planned
+            planned = LinearShape(shape[1], shape[0], group_size(shape[1]))
+            form = replace(form, backend=form.rule_of(planned).name)
     weight = _read(checkpoint, f"{full_name}.weight", linear.weight, cut)
     inputs = None if load.importance is None else load.importance.inputs.get(name)
     with _named(f"{full_name}.weight", checkpoint):

@@ -17,12 +17,14 @@ from actors.stage.stage import Stage
 from llmpq.model_check import checked_shape, stored_note
 from planner.costs.stored_bytes import layer_weight_bytes
 from quant.linear import QuantizedLinear
+from quant.loading.cache_settings import CacheSettings
 from quant.loading.loader import module_nbytes
 from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
 from tests.actors.configs import EVERY_CONFIG, LAYERS
 from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of
 from tests.actors.thread_ranks import divided
+from tests.quant.adapters import adapter_tensors, merge, save_adapter
 from tests.quant.stored_formats import FORMATS, store
 
 HERE: Any = SimpleNamespace(processor=Processor(instruction_sets=frozenset()))
@@ -104,6 +106,30 @@ def test_layers_have_their_codes_or_other_bits(
                         layer_weight_bytes(shape.layer(i), bits[i], HERE, "float32")
                         for i in stage.spec.layers
                     ]
+
+
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("qwen3_moe", marks=pytest.mark.rare)])
+def test_weights_that_an_adapter_changes_are_rounded_again(name: str, tmp_path: Path) -> None:
+    """To the bits that they are stored with; the others keep their codes."""
+    base, targets = tmp_path / "base", ("q_proj", "down_proj")
+    save_tiny(base, EVERY_CONFIG[name])
+    model = AutoModelForCausalLM.from_pretrained(store(base, "awq"), dtype=torch.float32).eval()
+    prompts, tensors = random_prompts(LENGTHS), adapter_tensors(model, targets, 4)
+    adapter = str(save_adapter(tmp_path / "adapter", tensors, 4))
+    before = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    merge(model, tensors, 4.0)
+    with torch.no_grad():
+        for place, linear in model.named_modules():
+            if place.startswith("model.layers") and place.endswith(targets):
+                round_to(linear, 4)
+    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    assert expected != before
+    (spec,) = specs_of((0, LAYERS), len(prompts), max(LENGTHS) + NEW_TOKENS, 4, adapter=adapter)
+    cache = CacheSettings(tmp_path / "cache")
+    for _ in range(2):
+        stage = Stage(spec, base, torch.device("cpu"), HERE.processor, cache)
+        assert generate([stage], prompts, NEW_TOKENS, prefill=2, decode=3) == expected
+    assert len([*(tmp_path / "cache").rglob("*.safetensors")]) == LAYERS
 
 
 def layers_of(stage: Stage) -> list[nn.Module]:

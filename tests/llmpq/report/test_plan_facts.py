@@ -170,6 +170,10 @@ def test_qualities_that_share_a_plan_are_named_once() -> None:
             lambda: all_at(changed(full_precision=PlanChoice(96, 306.1, 0.0, 16.0)), 8),
             "16 bit fits, and is as fast: 96 in flight",
         ),
+        (
+            lambda: all_at(changed(full_precision=PlanChoice(96, 300.0, 0.0, 10.0)), 8),
+            "nothing rounded again fits: 2 % slower, 96 in flight",
+        ),
     ],
 )
 def test_the_most_bits_are_named(made: Callable[[], PlanSpec], expected: str) -> None:
