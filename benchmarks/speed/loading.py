@@ -46,6 +46,7 @@ from transformers.utils import logging
 
 from actors.stage.partial_model import empty_model
 from benchmarks.lab import BFLOAT16_CAPABILITY, header, processor_name, table_row
+from benchmarks.speed.loading_stored import stored_entries, stored_parts
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES
 from quant.checkpoint.reader import Checkpoint
 from quant.common.units import MIB
@@ -106,40 +107,6 @@ def stored_ways(stored: str) -> list[Way]:
     """Loading codes that are kept, and reading them."""
     found = [Way(READING, 4, cold, stored=stored) for cold in (True, False)]
     return found + [Way("overlapped", 4, cold, stored=stored) for cold in (True, False)]
-
-
-def stored_parts(stored: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
-    """The tensors of a linear in random 4-bit codes, in groups of 128 with zeros."""
-
-    def words(*shape: int) -> torch.Tensor:
-        return torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32)
-
-    groups = columns // 128
-    scale = torch.rand(groups, rows).mul_(1e-2).half()
-    if stored == "awq":
-        codes, zeros = words(columns, rows // 8), words(groups, rows // 8)
-        return {"qweight": codes, "qzeros": zeros, "scales": scale}
-    if stored == "gptq":
-        codes, zeros = words(columns // 8, rows), words(groups, rows // 8)
-        order = torch.arange(columns, dtype=torch.int32) // 128
-        return {"qweight": codes, "qzeros": zeros, "scales": scale, "g_idx": order}
-    codes, zeros = words(rows, columns // 8), words(rows // 8, groups)
-    shape = torch.tensor([rows, columns])
-    names = ("weight_packed", "weight_zero_point", "weight_scale", "weight_shape")
-    return dict(zip(names, (codes, zeros, scale.t().contiguous(), shape), strict=True))
-
-
-def stored_entries(stored: str) -> dict[str, Any]:
-    """What `config.json` says of it."""
-    if stored == "compressed-tensors":
-        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
-        group = {"targets": ["Linear"], "weights": {**weights, "symmetric": False}}
-        entries: dict[str, Any] = {"config_groups": {"group_0": group}, "format": "pack-quantized"}
-        return {"quant_method": stored, "ignore": ["lm_head"], **entries}
-    entries = {"quant_method": stored, "bits": 4, "group_size": 128}
-    if stored == "awq":
-        return {**entries, "version": "gemm", "zero_point": True}
-    return {**entries, "desc_act": False, "sym": False, "checkpoint_format": "gptq_v2"}
 
 
 def config_of(layers: int, hidden: int, vocabulary: int) -> LlamaConfig:

@@ -22,10 +22,10 @@ from actors.stage.partial_model import architecture_of
 from llmpq.quality.layer_inputs import SQUARES_BYTES, observed
 from llmpq.quality.perplexity import ReportProgress
 from quant.checkpoint.codes import GroupCodes
+from quant.checkpoint.formats.writing import ANY_EXPERT, Layout
 from quant.checkpoint.model_folder import check_target, copy_settings, write_files, writing
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_config import GPTQ_METHOD
-from quant.checkpoint.written_methods import ANY_EXPERT, Layout
 from quant.common.errors import CheckpointError, SpecError
 from quant.experts import QuantizedExperts, expert_shapes
 from quant.loading.emulated_kernels import Compute

@@ -1,5 +1,5 @@
 """Writing checkpoints of integer codes: the counterpart of `quant.checkpoint.decoding`. A method is
-an entry of `_TENSORS`, and of `quant.checkpoint.written_methods.METHODS`.
+an entry of `_TENSORS`, and of `quant.checkpoint.formats.writing.METHODS`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quant.checkpoint.codes import GroupCodes, pack_words
 from quant.checkpoint.decoding import AWQ_ORDER
+from quant.checkpoint.formats.writing import ANY_EXPERT, METHODS, Layout, fills_words
 from quant.checkpoint.model_folder import write_index
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_config import (
@@ -30,7 +31,6 @@ from quant.checkpoint.stored_config import (
 )
 from quant.checkpoint.stored_tensors import INDEX_FILE, other_parts, text_name
 from quant.checkpoint.text_part import text_entries
-from quant.checkpoint.written_methods import ANY_EXPERT, METHODS, Layout, fills_words
 from quant.devices import row_blocks
 
 

@@ -35,11 +35,11 @@ from planner.model.finding import model_config, model_shape
 from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec
 from quant.checkpoint.adapter import Adapter
+from quant.checkpoint.formats.writing import check_bits
 from quant.checkpoint.gguf.folder import gguf_index
 from quant.checkpoint.model_folder import check_target, write_files, writing
 from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.stored_methods import quantization_entries
-from quant.checkpoint.written_methods import check_bits
 from quant.common.errors import InputError, SpecError
 from quant.scheme import GptqOptions
 

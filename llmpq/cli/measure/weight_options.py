@@ -10,8 +10,8 @@ from llmpq.cli.parser import Parser
 from llmpq.quality.options import AUTO, DEVICES, DTYPES, ERROR, EvaluationOptions, IndicatorOptions
 from llmpq.tokenizing.prompting import PROMPTING_OPTIONS, PromptingOptions, prompting_rule
 from planner.option_rules import REQUIRED, Rule, argument, flag, option
+from quant.checkpoint.formats.writing import METHODS
 from quant.checkpoint.stored_config import GPTQ_METHOD
-from quant.checkpoint.written_methods import METHODS
 from quant.rounding.importance_header import SUFFIX
 from quant.scheme import (
     BITWIDTHS,
@@ -209,7 +209,7 @@ Write a plan for another engine: its weights with the plan's bits, calibrated wi
 """
 _EXPORT_EXAMPLES = (
     "%(prog)s vllm plan.json -o opt-30b-vllm",
-    "%(prog)s vllm plan.json --model /models/opt-30b --input prompts.jsonl -o opt-30b-vllm",
+    "%(prog)s vllm plan.json --input prompts.jsonl -o opt-30b-vllm",
 )
 _EXPORT_GROUPS = {
     "what to write": "engine plan model adapter",

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from planner.model.finding import model_shape
 from quant.backends.table import rule_for
 from quant.checkpoint.codes import pack_words, unpack_words
+from quant.checkpoint.formats.writing import fills_words
 from quant.checkpoint.reader import Checkpoint
-from quant.checkpoint.written_methods import fills_words
 from quant.common.errors import CheckpointError
 from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear, linear_of_codes, quantize_linear
