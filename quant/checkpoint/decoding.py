@@ -31,7 +31,6 @@ from quant.checkpoint.read_ahead import FileRange
 from quant.checkpoint.stored_config import StoredConfig, StoredLinear
 from quant.checkpoint.stored_tensors import StoredTensor
 from quant.checkpoint.tensor_files import SafetensorsFiles
-from quant.code_loops import CODES, is_compiled, unpacked, unpacked_awq
 from quant.common.errors import CheckpointError
 from quant.devices import ranges, row_blocks
 
@@ -173,8 +172,6 @@ def _awq(part: _Part, coded: CodedWeight, config: StoredConfig, kept: Rows) -> G
 
 def _awq_codes(words: Tensor) -> Tensor:
     """Unpack int32 `[n, out / 8]` to uint8 `[out, n]`."""
-    if is_compiled(words.numel() * CODES) and not len(words) % CODES:
-        return unpacked_awq(words)
     turned = words.t().contiguous()
     codes = torch.empty(len(turned), len(AWQ_ORDER), turned.shape[1], dtype=torch.uint8)
     for block in row_blocks(len(turned), turned.shape[1], turned.device):
@@ -227,8 +224,6 @@ def _rows_of_scale(part: _Part, rows: int) -> Tensor:
 
 
 def _unpacked(words: Tensor, bits: int, columns: int) -> Tensor:
-    if bits == 4 and is_compiled(len(words) * columns):
-        return unpacked(words)[:, :columns]
     codes = torch.empty(len(words), columns, dtype=torch.uint8)
     for block in row_blocks(len(codes), columns, codes.device):
         codes[block] = unpack_words(words[block], bits, columns)
