@@ -54,7 +54,6 @@ def load_shard(
     `spec.rounding` is weighted.
     """
     config = read_config(checkpoint.folder)
-    dtype: torch.dtype = getattr(torch, spec.dtype)
     architecture = architecture_of(config)
     model = empty_model(config)
     keep_stage(model, spec.layers, spec.is_first, spec.is_last, spec.has_head)
@@ -70,10 +69,7 @@ def load_shard(
     path = path_of(model, decoder)
     stack = f"{path}.{architecture.layers}"
     weighing = importance if importance and spec.rounding == WEIGHTED else [None] * len(spec.layers)
-    forms = [
-        LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding)
-        for bits in spec.bitwidths
-    ]
+    forms = [_form(spec, bits, processor, device) for bits in spec.bitwidths]
     loads = [
         LayerLoad(
             module=getattr(decoder, architecture.layers)[index],
@@ -95,7 +91,7 @@ def load_shard(
                 sum_over_ranks(model, shape.layer(index), load.module)
             prepack_linears(load.module, processor)
             return_freed_memory()
-        load_ends(model, spec, checkpoint, dtype, device, vocabulary)
+        load_ends(model, spec, checkpoint, getattr(torch, spec.dtype), device, vocabulary)
     if spec.adapters:
         beside = StageAdapters(spec.adapters, spec.slots, spec.deterministic)
         beside.load(whole_shape, spec.layers, loads)
@@ -103,6 +99,11 @@ def load_shard(
     if spec.has_head and not _shares_head(config, spec):
         model.set_output_embeddings(prepack(model.get_output_embeddings(), processor))
     return model
+
+
+def _form(spec: StageSpec, bits: int, processor: Processor, device: torch.device) -> LayerForm:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding)
 
 
 def _experts_form(spec: StageSpec, layer: int, form: LayerForm) -> LayerForm | None:

@@ -22,7 +22,7 @@ from actors.stage.partial_model import architecture_of
 from llmpq.quality.layer_inputs import SQUARES_BYTES, observed
 from llmpq.quality.perplexity import ReportProgress
 from quant.checkpoint.codes import GroupCodes
-from quant.checkpoint.formats.writing import ANY_EXPERT, Layout
+from quant.checkpoint.formats.writing import ANY_EXPERT, WrittenLayout
 from quant.checkpoint.model_folder import check_target, copy_settings, write_files, writing
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_config import GPTQ_METHOD
@@ -88,7 +88,7 @@ def quantize_checkpoint(
     heads = architecture_of(stream.config).head_names
     expert_bits = wanted.expert_bitwidths or bitwidths
     linears = [_shapes(stream, index) for index in range(stream.layers)]
-    layout = Layout(
+    layout = WrittenLayout(
         stream.layers_name, bitwidths, expert_bits, linears, heads, wanted.method, wanted.gptq
     )
     seldom = 0
@@ -127,7 +127,7 @@ def _shapes(stream: LayerStream, index: int) -> dict[str, tuple[int, int]]:
 
 
 def _quantize_layer(
-    layer: StreamedLayer, layout: Layout, wanted: Quantization
+    layer: StreamedLayer, layout: WrittenLayout, wanted: Quantization
 ) -> dict[str, GroupCodes]:
     """Weights of the layer's linears, which hold the rounded ones afterwards."""
     weights: dict[str, GroupCodes] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quant.checkpoint.codes import GroupCodes, pack_words
 from quant.checkpoint.decoding import AWQ_ORDER
-from quant.checkpoint.formats.writing import ANY_EXPERT, METHODS, Layout, fills_words
+from quant.checkpoint.formats.writing import ANY_EXPERT, METHODS, WrittenLayout, fills_words
 from quant.checkpoint.model_folder import write_index
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_config import (
@@ -40,7 +40,7 @@ class Writer:
     the folder cannot be written.
     """
 
-    def __init__(self, target: Path, checkpoint: Checkpoint, layout: Layout) -> None:
+    def __init__(self, target: Path, checkpoint: Checkpoint, layout: WrittenLayout) -> None:
         self.total_bytes = 0
         self._target = target
         self._checkpoint = checkpoint

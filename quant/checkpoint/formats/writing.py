@@ -31,7 +31,7 @@ _SMALL = 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class WrittenLayout:
     """How decoder layers are written by a `method`. `layers_name`: full name of their list;
     `linears`: of each layer `[out, in]` by name within it, those of all experts as one;
     `expert_bitwidths`: of each layer those of its experts; `head_names`: those that the LM head may
@@ -124,7 +124,7 @@ Plain = Sequence[tuple[int, str]]
 """Layer and name of modules that stay in 16 bit, in order."""
 
 
-def _gptq(layout: Layout, plain: Plain) -> dict[str, Any]:
+def _gptq(layout: WrittenLayout, plain: Plain) -> dict[str, Any]:
     """Modules with other bits than most, or with 16, are `dynamic` rules: patterns of names, of
     which the first match decides.
     """
@@ -151,7 +151,7 @@ def _gptq(layout: Layout, plain: Plain) -> dict[str, Any]:
 
 
 def _rules(
-    layout: Layout, index: int, usual_bits: int, usual_group: int
+    layout: WrittenLayout, index: int, usual_bits: int, usual_group: int
 ) -> dict[str, dict[str, int]]:
     """What a layer has that is not as usual, single linears first."""
     layer, rules = re.escape(f"{layout.layers_name}.{index}."), dict[str, dict[str, int]]()
@@ -172,7 +172,7 @@ def _rules(
     return rules
 
 
-def _compressed(layout: Layout, plain: Plain) -> dict[str, Any]:
+def _compressed(layout: WrittenLayout, plain: Plain) -> dict[str, Any]:
     alike: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for index, name, (_, columns) in layout.every():
         bits = layout.bits_of(index, name)
@@ -201,7 +201,7 @@ def _compressed(layout: Layout, plain: Plain) -> dict[str, Any]:
     }
 
 
-def _targets(layout: Layout, modules: Plain) -> list[str]:
+def _targets(layout: WrittenLayout, modules: Plain) -> list[str]:
     """Patterns of the names of `modules`, one for all that lie in the same layers."""
     layers_of: dict[str, list[int]] = {}
     for index, name in modules:
@@ -216,7 +216,7 @@ def _targets(layout: Layout, modules: Plain) -> list[str]:
     ]
 
 
-def _awq(layout: Layout, plain: Plain) -> dict[str, Any]:
+def _awq(layout: WrittenLayout, plain: Plain) -> dict[str, Any]:
     """Readers look for the names of modules that are left out within full names."""
     base = layout.layers_name
     names = (f"{base}.{index}.{name.partition(f'.{ANY_EXPERT}.')[0]}" for index, name in plain)
@@ -237,7 +237,7 @@ class _Method:
 
     bits: tuple[int, ...]
     one_group: bool
-    settings: Callable[[Layout, Plain], dict[str, Any]]
+    settings: Callable[[WrittenLayout, Plain], dict[str, Any]]
 
 
 METHODS: Mapping[str, _Method] = {
