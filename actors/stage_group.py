@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from actors.importance import what_is_seen
 from actors.live_group import LiveGroup
 from actors.processes.answers import StageAnswers
 from actors.processes.device import stage_environment
@@ -27,7 +28,6 @@ from actors.recovery.repair import Repair
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import queue_sizes
 from actors.stage.emulation import emulated_times
-from actors.stage.importance import what_is_seen
 from actors.stage.spec import StageSpec, check_planned_memory, stage_spec, stand_in_spec
 from actors.transport import Transport
 from actors.transport.gloo_links import CONTROL

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actors.stage.model_config import checked_end_tokens
-from planner.model.adapters import adapter_folders, named_adapters, ranks_of
+from planner.adapters import adapter_folders, named_adapters, ranks_of
 from planner.model.finding import model_config, model_shape
 from planner.model.shape import ModelShape
 from planner.model.stored_bits import stored_words

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.model.adapters import named_adapters
+from planner.adapters import named_adapters
 from planner.model.tensor_parallel import DEGREES
 from planner.optimiser.names import (
     BASELINE_METHODS,

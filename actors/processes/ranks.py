@@ -14,11 +14,11 @@ import torch
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from actors.importance import measure_stage
 from actors.messages import KvPart
 from actors.processes.device import local_device
 from actors.processes.health import BatchFailure, Health, RankSigns, RunReport
 from actors.stage.handed_over import HeldKeysValues
-from actors.stage.importance import measure_stage
 from actors.stage.ranks import follow as follow_orders
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from actors.messages import Admission, MicroBatch
 from actors.stage.ranks import Summed
-from planner.model.adapters import adapter_folders, in_layers
+from planner.adapters import adapter_folders, in_layers
 from planner.model.shape import ModelShape
 from quant.backends.base import copy_of
 from quant.checkpoint.adapter import Adapter

@@ -144,7 +144,7 @@ def _quantize(
 ) -> None:
     import torch
 
-    from actors.stage.importance import random_token_ids
+    from actors.importance import random_token_ids
     from actors.stage.model_config import read_config
     from llmpq.quality.quantize import Quantization, quantize_checkpoint
     from llmpq.quality.subjects import compute_of

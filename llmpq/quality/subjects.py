@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from actors.stage.importance import measure_layers, what_is_seen
+from actors.importance import measure_layers, what_is_seen
 from actors.stage.layer_stream import compute_on
 from llmpq.jobs.store import ModelNames
 from llmpq.model_check import checked_adapter

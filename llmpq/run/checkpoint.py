@@ -21,8 +21,8 @@ from llmpq.remote.session import joins_ray
 from llmpq.rows.sampling import JobSampling, job_sampling
 from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import beyond_vocabulary
+from planner.adapters import adapter_folders
 from planner.fleet.fleet_spec import FleetSpec, Runnable, named_plans, plans_of, shown_plan
-from planner.model.adapters import adapter_folders
 from planner.model.finding import shape_at_hand
 from planner.model.shape import ModelShape
 from planner.plan.check import check_plan

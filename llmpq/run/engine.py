@@ -30,8 +30,8 @@ from llmpq.run.expected_lengths import ExpectedLengths
 from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
+from planner.adapters import adapter_folders, named_adapters
 from planner.fleet.fleet_spec import Runnable
-from planner.model.adapters import adapter_folders, named_adapters
 from planner.plan.simulate import check_trace_path
 from planner.plan.spec import PlanSpec, all_stages, undivided
 from quant.common.errors import DeviceError, HeadLostError, StageLostError

@@ -19,7 +19,7 @@ from llmpq.rows.sampling import (
 )
 from llmpq.tokenizing.prompting import PROMPTING_OPTIONS, PromptingOptions
 from llmpq.tokenizing.tokenizer_process import ROW_S, RowLimits
-from planner.model.adapters import named_adapters
+from planner.adapters import named_adapters
 from planner.option_rules import (
     ANY,
     Range,

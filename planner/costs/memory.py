@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from planner.adapters import adapter_widths
 from planner.cluster.device import CPU_TOKENS_AT_ONCE, Device
 from planner.costs.hosting import experts_bytes, streaming_bytes
 from planner.costs.stored_bytes import (
@@ -32,7 +33,6 @@ from planner.costs.temporaries import (
     restored_bytes,
     scratch_tokens,
 )
-from planner.model.adapters import adapter_widths
 from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import repeat
 
+from planner.adapters import adapter_parameters
 from planner.cluster.device import Device
 from planner.costs.temporaries import KV_SCALE_BYTES
-from planner.model.adapters import adapter_parameters
 from planner.model.families import layer_factors
 from planner.model.shape import ModelShape
 from planner.workload import Workload

@@ -48,7 +48,7 @@ class ModelShape:
     that share a scale in attention's output, in the MLP's last linear and in an expert's, where
     there are such
     (`planner.model.tensor_parallel`). `adapter_ranks`: what adapters beside the model add to
-    linears of a layer (`planner.model.adapters`).
+    linears of a layer (`planner.adapters`).
     """
 
     name: str

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from planner.adapters import adapter_folders
 from planner.cluster.described import entry_of
 from planner.cluster.device import Device
 from planner.cluster.groups import ungrouped
@@ -14,7 +15,6 @@ from planner.costs.hosting import host_bytes, host_threads
 from planner.costs.memory import StageEnds, fixed_stage_memory, memory_with_layers, state_bytes
 from planner.costs.model import CostModel
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
-from planner.model.adapters import adapter_folders
 from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
 from planner.model.stored_bits import stored_words

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from operator import attrgetter
 
+from planner.adapters import with_adapters
 from planner.cluster.device import Device
 from planner.costs.communication import cache_tensors
 from planner.costs.hosting import host_bytes, host_memories
@@ -20,7 +21,6 @@ from planner.costs.memory import (
     memory_with_layers,
     state_bytes,
 )
-from planner.model.adapters import with_adapters
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
 from planner.plan.spec import PlanSpec, StagePlan, all_stages

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 
+from planner.adapters import Ranks
 from planner.costs.memory import StageMemory
 from planner.lengths import RequestLengths
-from planner.model.adapters import Ranks
 from planner.optimiser.problem import JobPasses
 from planner.options import Quality
 from planner.workload import MAX_REQUESTS, Job

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from planner.adapters import adapter_folders, ranks_of, with_adapters
 from planner.assumed_predictor import LONGEST, AssumedPredictor
 from planner.cluster.spec import ClusterSpec
 from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, SlowedLatency
@@ -15,7 +16,6 @@ from planner.costs.hosting import can_host
 from planner.costs.latency_model import LatencyModel, RememberedLatency
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
-from planner.model.adapters import adapter_folders, ranks_of, with_adapters
 from planner.model.shape import ModelShape
 from planner.optimiser.problem import FloatArray
 from planner.options import AUTO, PlanOptions, kv_bits_of

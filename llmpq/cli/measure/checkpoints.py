@@ -87,7 +87,7 @@ def _write(
 
     import torch  # slow to load: what is refused without it is refused by now
 
-    from actors.stage.importance import random_token_ids
+    from actors.importance import random_token_ids
     from actors.stage.model_config import read_config
     from llmpq.quality.effort import Effort, operations_per_s
     from llmpq.quality.quantize import LEAST_INPUTS, Quantization, quantize_checkpoint

@@ -15,7 +15,7 @@ from actors.attention.addresses import Scoring
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.attention.stored import asked_of_latents, key_factors, quantized, quantized_latents
-from actors.stage.importance import measure_stage
+from actors.importance import measure_stage
 from actors.stage.layer_cache import make_cache, rotary_width
 from actors.stage.partial_model import architecture_of
 from actors.stage.stage import Stage, run_decoder

@@ -21,10 +21,10 @@ from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.static import StaticScheduler
 from actors.stage.stage import Stage
+from planner.adapters import adapter_folders, ranks_of, with_adapters
 from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.costs.stored_bytes import layer_weight_bytes
-from planner.model.adapters import adapter_folders, ranks_of, with_adapters
 from planner.model.finding import model_shape
 from planner.model.tensor_parallel import largest_rank_shape
 from quant.checkpoint.stored_tensors import ADAPTER_WEIGHTS

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actors.stage.importance import (
+from actors.importance import (
     MOST_SEQUENCES,
     SEQUENCE_TOKENS,
     measure_stage,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from actors.stage.importance import measure_layers
+from actors.importance import measure_layers
 from actors.stage.layer_stream import compute_on
 from benchmarks.quantization.quality_tables import divergence_above
 from llmpq import Cluster, Plan, Workload

@@ -14,10 +14,10 @@ import pytest
 import ray
 import torch
 
+from actors.importance import measure_layers
 from actors.messages import Request, Sampling
 from actors.processes.stage_actor import StageActor
 from actors.recovery.policy import Recovery, RecoveryEvent
-from actors.stage.importance import measure_layers
 from actors.stage.layer_stream import compute_on
 from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup

@@ -15,9 +15,9 @@ import torch
 from ray.cluster_utils import Cluster as RayCluster
 
 from actors.handover.group import DividedGroup
+from actors.importance import measure_layers
 from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import Recovery, RecoveryEvent
-from actors.stage.importance import measure_layers
 from actors.stage.layer_stream import compute_on
 from actors.stage_group import GroupOptions, StageGroup
 from planner.plan.spec import PlanSpec
