@@ -46,7 +46,8 @@ _CHECK_EVERY = 4
 @dataclass(frozen=True)
 class LearningLimits:
     """Bounds of learning: `share` of the time that it computes, at any time, as what it has not
-    used is lost; rows that are kept to learn from; and mistakes after which it begins.
+    used is lost, and 1 or more does not bind it; rows that are kept to learn from; and mistakes
+    after which it begins.
     """
 
     share: float = 0.03
@@ -101,8 +102,9 @@ class Learner:
         self._thread.join()
 
     def _run(self) -> None:
-        with suppress(OSError):
-            os.nice(_NICENESS)  # of this thread alone, as Linux has it
+        if self._limits.share < 1:
+            with suppress(OSError):
+                os.nice(_NICENESS)  # of this thread alone, as Linux has it
         if self.model.kind == "boosting":
             with suppress(ImportError):  # while stages still load; a training says what is missing
                 import sklearn.ensemble  # noqa: F401

@@ -68,7 +68,7 @@ class NewActors:
 
     def become(self, count: int) -> bool:
         """Whether there are so many, at the latest after some seconds: the store is told late."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while len(self._alive()) != count and time.monotonic() < deadline:
             time.sleep(0.05)
         return len(self._alive()) == count

@@ -108,7 +108,7 @@ def test_an_idle_run_waits_until_something_comes(is_abandoned: bool) -> None:
     thread.start()
     for each in requests:
         inbox.put([each])
-        while told.get(timeout=20)[0].finish_reason is None:
+        while told.get(timeout=300)[0].finish_reason is None:
             pass
     if is_abandoned:
         inbox.abandon()

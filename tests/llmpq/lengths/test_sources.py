@@ -165,6 +165,7 @@ def test_nothing_is_left_of_a_closed_one(tmp_path: Path) -> None:
 def trainings(process: PredictorProcess) -> int:
     figures = process.figures()
     assert figures is not None, process.failure
+    assert figures.failure is None
     return figures.learnt + figures.kept
 
 
