@@ -126,11 +126,25 @@ class Pace:
         )
 
 
+_INSTRUCTION_SETS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 with BF16",
+    "avx512_vnni": "AVX-512 with VNNI",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+}
+"""Of which the first that a processor has says how fast it multiplies, by flags of Linux."""
+
+
 def processor_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} ({len(names)} cores)" if names else platform.machine()
+    if not names:
+        return platform.machine()
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    sets = [name for flag, name in _INSTRUCTION_SETS.items() if flag in flags]
+    return f"{names[0]} ({len(names)} cores{''.join(f', {each}' for each in sets[:1])})"
 
 
 def native_dtype() -> str:

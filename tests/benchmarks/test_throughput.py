@@ -11,7 +11,7 @@ from benchmarks.speed.throughput import Results, Round, Turn, ratios, table
 from benchmarks.speed.throughput_contestants import Case
 
 PACE = Pace(600.0, 20.0)
-EQUAL, MIXED = Case("llama", "equal"), Case("llama", "mixed")
+EQUAL, MIXED, SHARED = (Case("llama", name) for name in ("equal", "mixed", "shared"))
 
 
 def of(**rates: float) -> Round:
@@ -26,6 +26,15 @@ def test_every_pass_has_new_prompts_of_the_same_lengths(case: Case) -> None:
     starts = [tuple(prompt[:16]) for each in passes for prompt in each]
     assert len(set(starts)) == len(starts)
     assert case.prompts(3) == passes[3]  # the same for every contestant
+
+
+def test_a_head_is_shared_within_a_pass_alone() -> None:
+    first, second = SHARED.prompts(1), SHARED.prompts(2)
+    heads = [{tuple(prompt[: SHARED.head_tokens]) for prompt in each} for each in (first, second)]
+    assert [len(each) for each in heads] == [1, 1]
+    assert first[0][:16] != second[0][:16]
+    assert [len(prompt) for prompt in first] == SHARED.lengths()
+    assert len({tuple(prompt[SHARED.head_tokens :][:16]) for prompt in first}) == len(first)
 
 
 def test_ratios_are_taken_pass_by_pass() -> None:
