@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from quant.kept_loops import keep_compiled
+
 _FAST_SUMS = {"reassoc", "contract", "nsz"}
 """Allows sums in any order, but keeps the meaning of NaN and infinity, which the sampler checks."""
 
@@ -41,15 +43,15 @@ def torch_threads() -> Iterator[None]:
 
 
 def compiled_loop(function: Any, parallel: bool, exact: bool = False) -> Any:
-    """Compile a loop; `exact`: every operation as written, so that torch's own operations give the
-    same bits.
+    """Compile a loop, or take it from what is kept; `exact`: every operation as written, so that
+    torch's own operations give the same bits.
     """
     import numba
 
     settings: Any = numba.config
     settings.THREADING_LAYER = "workqueue"  # idle threads sleep
     fast = False if exact else _FAST_SUMS
-    return numba.njit(parallel=parallel, fastmath=fast, nogil=True)(function)
+    return keep_compiled(numba.njit(parallel=parallel, fastmath=fast, nogil=True)(function))
 
 
 @cache

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.llmpq.forked_workers import fork_server
+from tests.llmpq.forked_workers import fork_server, shared_loops
 from tests.made_once import FOLDER
-from tests.shared_loops import loops_beside, share
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # Workers that Ray starts before anyone asks are of no use: those of tests are forks.
@@ -57,7 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: no search for garbage need look through it."""
     shared = getattr(session.config, "workerinput", {}).get("fork_server")
     if shared is not None:
-        share(loops_beside(Path(shared)))
+        os.environ.update(shared_loops(Path(shared)))
         os.environ[FOLDER] = str(Path(shared).parent)
     gc.freeze()
     gc.enable()

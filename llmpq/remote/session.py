@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from llmpq.remote.local_ray import GiveUp
 
 CONNECT_TIMEOUT_S = 10.0
-_LOCAL = {"gcs_rpc_server_reconnect_timeout_s": 600}
+_LOCAL = {"gcs_rpc_server_reconnect_timeout_s": 600, "prestart_worker_first_driver": False}
 """Settings of a local Ray. By default it ends a process that has missed GCS for 60 s, whatever that
-does; here a run ends by itself before, and has time to say so where results are read slowly.
+does; here a run ends by itself before, and has time to say so where results are read slowly. Nor
+does it start a process for each core before one is asked for: stages have processes of their own.
 """
 
 

@@ -31,7 +31,7 @@ START_S = 120.0
 def fork_server(folder: Path) -> Iterator[Path]:
     """Start the process that forks; yield the address of its socket in `folder`, not there yet."""
     address = folder / "workers"
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    variables = {**os.environ, **shared_loops(address), "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__)), address], stdin=subprocess.PIPE, env=variables
     )
@@ -40,6 +40,11 @@ def fork_server(folder: Path) -> Iterator[Path]:
     finally:
         process.kill()
         process.communicate()
+
+
+def shared_loops(address: Path) -> dict[str, str]:
+    """Variables by which a process keeps what numba compiles beside the socket at `address`."""
+    return {"NUMBA_CACHE_DIR": str(address.with_name("loops"))}
 
 
 SET_UP = {"setup_worker_path": __file__}
@@ -58,7 +63,7 @@ def forked_workers(address: Path) -> dict[str, str]:
 
 def serve(address: str) -> None:
     """Fork a worker for every connection."""
-    prepare(Path(address))
+    prepare()
     gc.freeze()  # a fork that searches for garbage would copy all pages of what is imported
     assert "ray" not in sys.modules, "Ray cannot be imported before a fork"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -75,7 +80,7 @@ def serve(address: str) -> None:
             connection.close()
 
 
-def prepare(address: Path) -> None:
+def prepare() -> None:
     """Import and compile what takes long, with what Ray imports of others' packages."""
     import asyncio  # noqa: F401
     from unittest.mock import patch
@@ -88,9 +93,6 @@ def prepare(address: Path) -> None:
 
     from actors.attention.cpu import warm_up
     from actors.stage import emulation  # noqa: F401
-    from tests.shared_loops import loops_beside, share
-
-    share(loops_beside(address))
 
     torch.set_num_threads(1)
     with patch("numba.set_num_threads"):  # it starts threads, which do not survive a fork

@@ -1,0 +1,63 @@
+"""Compiled loops on disk: found by another closure of the same code and numbers, by no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quant.kept_loops import described
+from quant.numba_loops import compiled_loop
+
+_ADDED = 1
+
+
+def _loop(factor: int) -> Any:
+    def scale(number: Any) -> Any:
+        return number * factor
+
+    inner = compiled_loop(scale, parallel=False)
+
+    def scale_all(numbers: Any) -> None:
+        for i in range(len(numbers)):
+            numbers[i] = inner(numbers[i]) + _ADDED
+
+    return compiled_loop(scale_all, parallel=False)
+
+
+def _run(factor: int) -> tuple[list[float], int]:
+    """What the loop makes of 1 and 2, and how often numba found it on disk."""
+    loop, numbers = _loop(factor), np.array([1.0, 2.0])
+    loop(numbers)
+    return numbers.tolist(), sum(loop.stats.cache_hits.values())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "loops"))
+    return tmp_path / "loops"
+
+
+def test_a_loop_is_compiled_once_for_all_closures_of_its_numbers(folder: Path) -> None:
+    assert _run(3) == ([4.0, 7.0], 0)
+    assert _run(3) == ([4.0, 7.0], 1)
+    assert _run(5) == ([6.0, 11.0], 0)  # the factor is a number within the loop that is called
+    assert not list(folder.glob("*.lock"))
+
+
+def test_globals_that_a_loop_names_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = described(_loop(3))
+    monkeypatch.setitem(globals(), "_ADDED", 2)
+    assert described(_loop(3)) != before
+
+
+def test_nothing_is_taken_where_others_may_write_or_files_are_damaged(folder: Path) -> None:
+    _run(3)
+    folder.chmod(0o777)
+    assert _run(3) == ([4.0, 7.0], 0)
+    folder.chmod(0o700)
+    for path in folder.iterdir():
+        path.write_bytes(b"")
+    assert _run(3) == ([4.0, 7.0], 0)
