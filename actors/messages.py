@@ -83,6 +83,22 @@ class HostKey:
     epoch: int = 0
 
 
+class HeadId(str):
+    """The custom_id of the head that prompts share: unlike one of a user's, of the same letters."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class SharedHead:
+    """The first `tokens` tokens of a prompt, whose keys and values lie in host memory under `key`
+    when the request comes into a slot.
+    """
+
+    key: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Request:
     """One tokenized prompt, with its own `max_new_tokens`.
@@ -96,7 +112,8 @@ class Request:
     `host_key`: where its keys and values are kept once its prompt is computed, for other stages to
     go on with it; of a request that has `generated` tokens, where those of all tokens but the last
     one lie. `age_s`: how long ago other stages began with it, which then handed it over. `adapter`:
-    the name of the one that computes it with the model; empty: the model alone.
+    the name of the one that computes it with the model; empty: the model alone. `head`: the part of
+    its prompt that is restored, and not computed (None: nothing is).
     """
 
     custom_id: str
@@ -110,6 +127,12 @@ class Request:
     host_key: HostKey | None = None
     age_s: float | None = None
     adapter: str = ""
+    head: SharedHead | None = None
+
+    @property
+    def shared_tokens(self) -> int:
+        """How many of its first tokens are restored, and not computed."""
+        return 0 if self.head is None else self.head.tokens
 
 
 @dataclass(frozen=True)
@@ -157,7 +180,8 @@ class KvPart:
 
 
 EVERY_KEY = -1
-"""Stands for the keys of all that lies in host memory."""
+"""Stands for the keys of all requests in host memory. Keys below it are those of heads that prompts
+share, which stay there when they are restored."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +242,7 @@ class MicroBatch:
     Requests that are preempted have their tokens parked in host memory, or not: `drops` are keys of
     what is forgotten there first of all, `parks` are made then, before the moves, and `restores`
     after rooms are cleared. `keeps` are copied there when it has been computed, where there is
-    room, for other stages to go on with.
+    room, for other stages to go on with, or for other prompts to begin with.
     """
 
     slots: npt.NDArray[np.int64]

@@ -124,11 +124,41 @@ NO_SUPERVISION = Supervision()
 
 
 @dataclass(frozen=True)
+class SharedPrompts:
+    """What prompts shared: `rows` began with one of the `heads` that were kept. Of their
+    `prompt_tokens`, and those of all others, `shared_tokens` were not computed with them, but
+    `head_tokens` once for all.
+    """
+
+    heads: int = 0
+    head_tokens: int = 0
+    rows: int = 0
+    shared_tokens: int = 0
+    prompt_tokens: int = 0
+
+    @property
+    def saved_tokens(self) -> int:
+        return max(0, self.shared_tokens - self.head_tokens)
+
+    def after(self, earlier: SharedPrompts) -> SharedPrompts:
+        """Both together."""
+        return SharedPrompts(
+            **{f.name: getattr(self, f.name) + getattr(earlier, f.name) for f in fields(self)}
+        )
+
+    def since(self, earlier: SharedPrompts) -> SharedPrompts:
+        return SharedPrompts(**_differences(self, earlier))
+
+
+NOTHING_SHARED = SharedPrompts()
+
+
+@dataclass(frozen=True)
 class QueueDepth:
     """The queue of the first stage's scheduler: requests that wait and requests in KV slots, and
-    micro-batches on their way through the pipeline. `supervision` and `latencies`, which count
-    requests by the seconds from the submission of their prefill to their last token, are of all
-    runs so far.
+    micro-batches on their way through the pipeline. `supervision`, `shared` and `latencies`, which
+    count requests by the seconds from the submission of their prefill to their last token, are of
+    all runs so far.
     """
 
     waiting: int
@@ -137,15 +167,17 @@ class QueueDepth:
     micro_batches: int
     supervision: Supervision = NO_SUPERVISION
     latencies: LatencyCounts = NO_LATENCIES
+    shared: SharedPrompts = NOTHING_SHARED
 
     def since(self, earlier: QueueDepth | None) -> QueueDepth:
-        """The queue as it is, with the supervision and the latencies after `earlier`."""
+        """The queue as it is, with what counts what was done after `earlier`."""
         if earlier is None:
             return self
         return replace(
             self,
             supervision=self.supervision.since(earlier.supervision),
             latencies=self.latencies.since(earlier.latencies),
+            shared=self.shared.since(earlier.shared),
         )
 
 
@@ -218,9 +250,12 @@ def joined_queue(stages: Sequence[StageStats]) -> QueueDepth | None:
         slots=sum(each.slots for each in queues),
         micro_batches=sum(each.micro_batches for each in queues),
         latencies=reduce(LatencyCounts.plus, (each.latencies for each in queues)),
+        shared=reduce(SharedPrompts.after, (each.shared for each in queues)),
     )
 
 
-def _differences(now: PhaseWork | Supervision, earlier: PhaseWork | Supervision) -> dict[str, Any]:
+def _differences(
+    now: PhaseWork | Supervision | SharedPrompts, earlier: PhaseWork | Supervision | SharedPrompts
+) -> dict[str, Any]:
     """Each field of `now` less that of `earlier`."""
     return {f.name: getattr(now, f.name) - getattr(earlier, f.name) for f in fields(now)}

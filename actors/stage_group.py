@@ -51,8 +51,8 @@ class GroupOptions:
     the plan's. `recovery` says how `generate` goes on after faults, which `on_event` is told of.
     `policy` schedules the requests. `importance`: where that of the model is found, or kept once it
     is measured, for this group and others. `placement_s`: seconds to wait for resources to be
-    granted. `deterministic`, `cuda_graphs`, `adapter` and
-    `adapters` as in `StageSpec`.
+    granted. `shares_heads`: a head that prompts share is computed once. `deterministic`,
+    `cuda_graphs`, `adapter` and `adapters` as in `StageSpec`.
     """
 
     cache: CacheSettings = NO_CACHE
@@ -63,6 +63,7 @@ class GroupOptions:
     policy: PolicyOptions = PolicyOptions()  # noqa: RUF009  (frozen)
     placement_s: float = 60.0
     importance: ImportanceStore | None = None
+    shares_heads: bool = True
     deterministic: bool = False
     cuda_graphs: bool = True
     adapter: str | None = None
@@ -114,7 +115,7 @@ class StageGroup(LiveGroup):
         self._pipeline = StagePipeline(
             self.stages,
             StageAnswers(self.stages),
-            queue_sizes(plan, options.policy),
+            queue_sizes(plan, options.policy, options.shares_heads),
             options.transport,
             MEETING_S,
             options.recovery.hang_s,
@@ -190,7 +191,7 @@ class StageGroup(LiveGroup):
         spec = replace(
             stage_spec(self._plan, stage),
             slots=self._pipeline.sizes.slots,
-            parked_tokens=self._pipeline.sizes.parked_tokens,
+            parked_tokens=self._pipeline.sizes.host_tokens,
             deterministic=self._options.deterministic,
             cuda_graphs=self._options.cuda_graphs,
             adapter=self._options.adapter,

@@ -118,6 +118,7 @@ class RunKeywords(SamplingKeywords, PromptingKeywords, total=False):
     save_predictor: str | Path | None
     importance: str | Path | None
     deterministic: bool
+    no_shared_heads: bool
     no_cuda_graphs: bool
 
 

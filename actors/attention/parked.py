@@ -1,4 +1,6 @@
-"""Keys and values of requests in host memory: of preempted ones, and on the way to other stages."""
+"""Keys and values in host memory: of preempted requests, on the way to other stages, and of heads
+that prompts share.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,16 @@ class ParkedTokens:
         return sum(held.tokens for held in tuple(self._held.values()))
 
     def forget(self, keys: Sequence[int]) -> None:
-        """Free what lies under `keys`, or all of it; keys without anything are ignored."""
+        """Free what lies under `keys`; keys without anything are ignored."""
         with self._lock:
+            if EVERY_KEY in keys:
+                self._held = {key: held for key, held in self._held.items() if key < EVERY_KEY}
             for key in keys:
-                if key == EVERY_KEY:
-                    self._held.clear()
-                else:
-                    self._held.pop(key, None)
+                self._held.pop(key, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._held.clear()
 
     def park(self, park: Park, parts: Sequence[Tensor]) -> None:
         """Copy `parts`, each of which has the tokens of `park` in one of the cache's tensors.
@@ -89,12 +94,13 @@ class ParkedTokens:
             return True
 
     def restore(self, back: Park, parts: Sequence[Tensor]) -> None:
-        """Copy what lies under the key of `back` into `parts`, and free it.
+        """Copy what lies under the key of `back` into `parts`, and free it, unless it is a head.
 
         Raises RuntimeError where so many tokens do not lie there.
         """
         with self._lock:
-            tokens, copies = self._held.pop(back.key, ParkedCopies(0, ()))
+            take = self._held.get if back.key < EVERY_KEY else self._held.pop
+            tokens, copies = take(back.key, ParkedCopies(0, ()))
         if tokens != back.tokens:
             raise RuntimeError(
                 f"{back.tokens} parked tokens are wanted of number {back.key}, which has {tokens}"

@@ -229,6 +229,9 @@ class _Instruments:
         self.recomputed = Counter(
             "llmpq_recomputed_tokens", "Tokens of preempted requests computed again", _STAGE
         )
+        self.shared = Counter(
+            "llmpq_shared_prompt_tokens", "Tokens of prompts restored from a head's copy", _STAGE
+        )
         self.parked = Gauge("llmpq_parked_tokens", "Tokens in host memory", _STAGE)
         self.latency = Histogram(
             "llmpq_request_latency_seconds",
@@ -300,6 +303,8 @@ class MetricsPublisher:
             made.slots.set(stats.queue.slots, {"state": "all"})
             made.under_way.set(stats.queue.micro_batches)
             self._publish_supervision(stats.queue.supervision)
+            shared = stats.queue.shared.shared_tokens
+            self._count(made.shared, "shared prompt tokens", "", shared, None)
 
     def _publish_supervision(self, counts: Supervision) -> None:
         made = self._instruments

@@ -21,7 +21,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.stage.emulation import EmulatedClock, EmulatedLink, EmulatedStage, ScaledTimes, warm_up
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
-from actors.stage_figures import NO_SUPERVISION, LayersLoaded, StageStats
+from actors.stage_figures import NO_SUPERVISION, NOTHING_SHARED, LayersLoaded, StageStats
 from actors.transport.gloo_links import CONTROL, Rendezvous
 from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
@@ -82,6 +82,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         self._codec = self._make_codec()
         self._leader: Leader | None = None
         self._supervised = NO_SUPERVISION  # by the leaders before
+        self._shared = NOTHING_SHARED
         self._latencies = LatencyRecord()
         self._schedule: RequestSchedule | None = None  # the latest that it was told of
         self._inbox: Inbox | None = None
@@ -185,6 +186,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         if self._leader is not None:
             tokens = self._leader.slot_tokens()
             self._supervised = replace(self._leader.supervision, parked_now=0)
+            self._shared = self._leader.shared
         if self._links is not None:
             self._links.close()
         self._leader = self._links = self._epoch = None
@@ -207,7 +209,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
             pipeline = GlooPipeline(self, self._linked(), self._codec)
         else:
             pipeline = RayPipeline(self, following, self._codec, self._epoch or 0)
-        leader = Leader(sizes, pipeline, self._supervised, self._latencies)
+        leader = Leader(sizes, pipeline, self._supervised, self._latencies, self._shared)
         self._leader = leader  # first: `follow` looks at it after it has noted the schedule
         if self._schedule is not None:
             leader.follow(self._schedule)

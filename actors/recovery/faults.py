@@ -99,8 +99,13 @@ class RequestLedger:
         self._groups: deque[tuple[str, ...]] = deque()
         self._faults: Counter[str] = Counter()
         self._faults_alone: Counter[str] = Counter()
-        self._in_vain = 0  # turns in a row that finished nothing
+        self._in_vain = 0
         self._given_up = 0  # requests in a row, with none between them that finished
+
+    @property
+    def in_vain(self) -> int:
+        """Turns in a row that finished nothing."""
+        return self._in_vain
 
     @property
     def unfinished(self) -> tuple[Request, ...]:

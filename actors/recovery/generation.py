@@ -12,7 +12,7 @@ from threading import RLock
 from ray import ObjectRefGenerator
 from ray.exceptions import RayTaskError
 
-from actors.messages import Progress, Request
+from actors.messages import HeadId, Progress, Request
 from actors.processes.health import BatchFailure
 from actors.processes.ray_head import check_head
 from actors.recovery.faults import Fault, RequestLedger, RunInterruptedError, StoppedRun, lost_by
@@ -102,7 +102,8 @@ class LiveGeneration:
         latest = self._check.tokens
         if latest is None or latest.run != self._run:
             return {}
-        return {custom_id: len(tokens) for custom_id, tokens in latest.slots.values()}
+        slots = latest.slots.values()
+        return {name: len(tokens) for name, tokens in slots if not isinstance(name, HeadId)}
 
     def events(self) -> Generator[tuple[Progress, ...]]:
         while self._begin_turn():
@@ -258,6 +259,9 @@ class LiveGeneration:
             yield told
         in_flight = _requests_in(stopped, self._run)
         fault = _diagnose(self._pipeline, stopped, error, in_flight)
+        if self._ledger.in_vain or any(isinstance(i, HeadId) for i in (in_flight or {}).values()):
+            # a head may be to blame, whose prompts would be held suspect for it
+            self._pipeline.sizes = replace(self._pipeline.sizes, head_tokens=0)
         with self._lock:
             given_up = () if fault.has_remedy else self._ledger.fault(fault)
             for each in given_up:

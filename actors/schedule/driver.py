@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from actors.messages import Admission, Finished, MicroBatch, Request, Sampled, TokenIds
+from actors.messages import Admission, Finished, HeadId, MicroBatch, Request, Sampled, TokenIds
+from actors.schedule.heads import PromptHeads
 from actors.schedule.scheduler import Scheduler
 from actors.stage_figures import BUCKETS, LatencyCounts, bucket_of
 from planner.scheduling import RequestSchedule
@@ -58,7 +59,7 @@ class LatencyRecord:
     def begin(self, admitted: Sequence[Admission]) -> None:
         now_s = self._clock()
         for each in admitted:
-            if not each.generated:
+            if not each.generated and not isinstance(each.custom_id, HeadId):
                 self._began_s.pop(each.custom_id, None)  # of another run
                 self._began_s[each.custom_id] = now_s
         _keep_latest(self._began_s)
@@ -111,15 +112,21 @@ class PipelineDriver:
     """Keeps a pipeline full with the micro-batches of `scheduler`, also from one run to the next.
 
     At most as many micro-batches are under way as the policy allows, which also bounds the hidden
-    states that wait between the stages. Requests are timed in `latencies`.
+    states that wait between the stages. Requests are timed in `latencies`; `heads` that they share
+    go to the scheduler before them.
     """
 
     def __init__(
-        self, scheduler: Scheduler, pipeline: Pipeline, latencies: LatencyRecord | None = None
+        self,
+        scheduler: Scheduler,
+        pipeline: Pipeline,
+        latencies: LatencyRecord | None = None,
+        heads: PromptHeads | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._latencies = latencies or LatencyRecord()
+        self._heads = heads or PromptHeads(0)
         self._under_way: deque[tuple[MicroBatch, Any]] = deque()
         self._lock = Lock()  # around changes that `slot_tokens` must not see halfway
 
@@ -133,15 +140,24 @@ class PipelineDriver:
 
     @property
     def wants_requests(self) -> bool:
-        return self._scheduler.wants_requests
+        return self._scheduler.wants_requests and not self._heads.waiting
+
+    @property
+    def waiting(self) -> int:
+        return self._scheduler.waiting + self._heads.waiting
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Make ready for `requests`. SpecError for one that can never run."""
+        self._scheduler.expect(requests)
 
     def add(self, requests: Sequence[Request]) -> None:
         with self._lock:
-            self._scheduler.add(requests)
+            self._scheduler.add(self._heads.place(requests))
         self._latencies.expect(requests)
 
     def cancel(self, custom_id: str) -> None:
         with self._lock:
+            self._heads.end(custom_id)
             self._scheduler.cancel(custom_id)
         self._latencies.forget(custom_id)
 
@@ -159,19 +175,27 @@ class PipelineDriver:
             return None
         with self._lock:
             following = self._scheduler.next_batch()
-        if following is None:
-            return None
-        batch, token_ids = following
+            if following is None:
+                return None
+            batch, token_ids = following
+            batch, ready = self._heads.with_copies(batch, self._scheduler.requests)
+            if ready:
+                self._scheduler.add(ready)
         self._latencies.begin(batch.admitted)
         self._under_way.append((batch, self._pipeline.submit(batch, token_ids)))
         return batch
 
     def take_back(self) -> tuple[MicroBatch, Sampled, tuple[Finished, ...]]:
-        """Wait for the first micro-batch; returns it, its tokens and the requests that ended."""
+        """Wait for the first micro-batch; returns it, its tokens and the requests that ended, but
+        no heads.
+        """
         batch, handle = self._under_way.popleft()
         sampled = self._pipeline.result(handle)
         with self._lock:
-            finished = self._scheduler.complete(batch, sampled)
+            ended = self._scheduler.complete(batch, sampled)
+            for each in ended:
+                self._heads.end(each.custom_id)
+        finished = tuple(each for each in ended if not isinstance(each.custom_id, HeadId))
         self._latencies.end(finished)
         return batch, sampled, finished
 

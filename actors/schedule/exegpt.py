@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 import numpy as np
 
 from actors.messages import Finished, MicroBatch, Move, Sampled, TokenIds
-from actors.schedule.request_slots import RequestSlots, most_tokens
+from actors.schedule.request_slots import RequestSlots, most_tokens, text_tokens
 from actors.schedule.scheduler import QueueScheduler, QueueSizes, check_reservable, most_in_slots
 from planner.plan.spec import PlanSpec
 from planner.schedule.passes import TurnSizes
@@ -76,7 +76,7 @@ class RraScheduler(QueueScheduler):
     def front(self, most: int) -> tuple[Sequence[int], int]:
         first = list(islice(self._waiting, most))
         replayed = sum(1 for _ in takewhile(lambda request: request.generated, first))
-        return [len(each.prompt_ids) + len(each.generated) for each in first], replayed
+        return [text_tokens(each) for each in first], replayed
 
     def room_for(self, wanted: int) -> int:
         first = islice(self._waiting, min(wanted, self._slots.free))

@@ -23,7 +23,7 @@ from actors.messages import (
     TokenIds,
     TokenRange,
 )
-from actors.schedule.request_slots import RequestSlots, SlotRequests, most_tokens
+from actors.schedule.request_slots import RequestSlots, SlotRequests, computed_parts, most_tokens
 from actors.schedule.scheduler import QueueScheduler, QueueSizes, Scheduler, most_in_slots
 from planner.plan.kv_copies import host_tokens
 from planner.plan.spec import PlanSpec
@@ -77,23 +77,24 @@ class PrefillScheduler(QueueScheduler):
             return None
         slots = [self._free.popleft() for _ in requests]
         texts = list(map(self._slots.put, slots, requests))
-        counts = np.array([len(text) for text in texts], dtype=np.int64)
-        begins = counts.cumsum() - counts
-        rows = list(zip(slots, requests, begins.tolist(), counts.tolist(), strict=True))
+        starts, counts, token_ids = computed_parts(requests, texts)
+        sizes = starts + counts
+        begins = sizes.cumsum() - sizes
+        rows = list(zip(slots, requests, begins.tolist(), sizes.tolist(), strict=True))
         batch = MicroBatch(
             np.array(slots, dtype=np.int64),
-            np.zeros_like(counts),
+            starts,
             counts,
             begins,
             tuple(Admission.of(slot, r, TokenRange(at, size)) for slot, r, at, size in rows),
-            sizes=counts,
+            sizes=sizes,
             keeps=tuple(
                 Park(r.host_key.number, at, size)
                 for _, r, at, size in rows
                 if r.host_key is not None and size <= self._sizes.parked_tokens
             ),
         )
-        return batch, np.concatenate(texts)
+        return batch, token_ids
 
     def _newcomers(self) -> int:
         texts = [len(r.prompt_ids) + len(r.generated) for r in self._waiting]

@@ -10,6 +10,7 @@ from threading import Condition, Lock
 
 from actors.messages import (
     Finished,
+    HeadId,
     MicroBatch,
     Progress,
     Request,
@@ -18,9 +19,16 @@ from actors.messages import (
     check_top_logprobs,
 )
 from actors.schedule.driver import LatencyRecord, Pipeline, PipelineDriver
+from actors.schedule.heads import PromptHeads
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.table import make_scheduler
-from actors.stage_figures import NO_SUPERVISION, QueueDepth, Supervision
+from actors.stage_figures import (
+    NO_SUPERVISION,
+    NOTHING_SHARED,
+    QueueDepth,
+    SharedPrompts,
+    Supervision,
+)
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
 
@@ -168,7 +176,8 @@ class LiveRun:
             idle = False
             batch = self._driver.submit_next()
             if batch is not None:
-                self._names |= {each.slot: each.custom_id for each in batch.admitted}
+                new = {each.slot: each.custom_id for each in batch.admitted}
+                self._names |= {n: name for n, name in new.items() if not isinstance(name, HeadId)}
             elif self._driver.under_way:
                 told += self._told_of(*self._driver.take_back())
             else:
@@ -179,13 +188,17 @@ class LiveRun:
                 return
 
     def _take_in(self, mail: Mail) -> tuple[Progress, ...]:
+        taken: list[Request] = []
         refused: list[Progress] = []
         for request in mail.requests:
             try:
                 self._check(request)
-                self._driver.add((request,))
+                self._driver.expect((request,))
+                taken.append(request)
             except SpecError as error:
                 refused.append(Progress(request.custom_id, (), "error", str(error)))
+        if taken:
+            self._driver.add(taken)
         for custom_id in mail.cancelled:
             self._driver.cancel(custom_id)
             self._names = {slot: name for slot, name in self._names.items() if name != custom_id}
@@ -236,18 +249,24 @@ class LiveRun:
 class Leader:
     """The first stage's scheduler and driver in one run after the other.
 
-    `earlier`: what leaders before it have done about outgrown reservations. `latencies` are those
-    of all leaders.
+    `earlier`: what leaders before it have done about outgrown reservations, and what prompts have
+    `shared`. `latencies` are those of all leaders. Heads that prompts share stay from run to run.
     """
 
     def __init__(
-        self, sizes: QueueSizes, pipeline: Pipeline, earlier: Supervision, latencies: LatencyRecord
+        self,
+        sizes: QueueSizes,
+        pipeline: Pipeline,
+        earlier: Supervision,
+        latencies: LatencyRecord,
+        shared: SharedPrompts = NOTHING_SHARED,
     ) -> None:
         self._sizes = sizes
         self._pipeline = pipeline
         self._run: int | None = None
         self._earlier = earlier  # of the runs before
         self._latencies = latencies
+        self._heads = PromptHeads(sizes.head_tokens, shared)
         self._scheduler: Scheduler
         self._driver: PipelineDriver
         self._failed = False
@@ -258,18 +277,23 @@ class Leader:
         if self._run is None:
             return None
         return QueueDepth(
-            self._scheduler.waiting,
+            self._driver.waiting,
             self._scheduler.in_slots,
             self._sizes.slots,
             self._driver.under_way,
             self.supervision,
             self._latencies.counts,
+            self.shared,
         )
 
     @property
     def supervision(self) -> Supervision:
         own = NO_SUPERVISION if self._run is None else self._scheduler.supervision
         return own.after(self._earlier)
+
+    @property
+    def shared(self) -> SharedPrompts:
+        return self._heads.counts
 
     def slot_tokens(self) -> SlotTokens:
         """Requests in slots, and their tokens; for any thread."""
@@ -294,8 +318,11 @@ class Leader:
         if self._run is not None and not self._failed:
             self._driver.drop()
         earlier = self.supervision
+        self._heads.begin(self._failed)
         with self._beginning:
             self._scheduler = make_scheduler(self._sizes, self._pipeline.stages)
             self._earlier = earlier  # after it: who reads meanwhile counts nothing twice
-            self._driver = PipelineDriver(self._scheduler, self._pipeline, self._latencies)
+            self._driver = PipelineDriver(
+                self._scheduler, self._pipeline, self._latencies, self._heads
+            )
             self._run = run  # last: `queue` looks at what comes before

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from actors.messages import Finished, MicroBatch, Move, Request, Sampled, TokenIds
-from actors.schedule.request_slots import RequestSlots, most_tokens
+from actors.schedule.request_slots import RequestSlots, most_tokens, text_tokens
 from actors.schedule.scheduler import QueueSizes, Scheduler, check_reservable, most_in_slots
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import OrcaPolicy, Waiting
@@ -57,8 +57,8 @@ class OrcaScheduler(Scheduler):
     def add(self, requests: Sequence[Request]) -> None:
         self._slots.expect(requests)
         for request in requests:
-            text = len(request.prompt_ids) + len(request.generated)
-            self._wait(request, Waiting(self._arrivals, text, self._first_reservation(request)))
+            text, size = text_tokens(request), self._first_reservation(request)
+            self._wait(request, Waiting(self._arrivals, text, size))
             self._arrivals += 1
 
     def _wait(self, request: Request, waiting: Waiting) -> None:

@@ -147,8 +147,12 @@ class RequestSlots(SlotRequests):
     ) -> tuple[MicroBatch, TokenIds]:
         """The next iteration of `slots`, of which those in `new` begin with it; and its token ids.
 
+        Heads that are restored count as written from now on: before, reservations would move them.
         Their ranges are asked for only now: the reservations after them may have moved them.
         """
+        for slot in new:
+            shared = self.requests[slot].shared_tokens
+            self.written[slot] = max(shared, int(self.written[slot]))
         starts, counts = self.written[slots], self.counts(slots)
         token_ids = self._token_ids(slots, starts, counts)
         admitted = tuple(
@@ -200,6 +204,21 @@ class RequestSlots(SlotRequests):
         self.ranges.release(slot)
         self._free.append(slot)
         return super().leave(slot)
+
+
+def computed_parts(
+    requests: Sequence[Request], texts: Sequence[TokenIds]
+) -> tuple[TokenIds, TokenIds, TokenIds]:
+    """The starts and counts `[requests]` of what is computed of `texts`, and its token ids."""
+    starts = np.array([request.shared_tokens for request in requests], dtype=np.int64)
+    parts = [text[start:] for text, start in zip(texts, starts.tolist(), strict=True)]
+    counts = np.array([len(part) for part in parts], dtype=np.int64)
+    return starts, counts, np.concatenate(parts)
+
+
+def text_tokens(request: Request) -> int:
+    """The tokens that are computed before its next one."""
+    return len(request.prompt_ids) + len(request.generated) - request.shared_tokens
 
 
 def most_tokens(request: Request) -> int:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from actors.messages import EVERY_KEY, MicroBatch, Move, Park, Request, TokenIds
 from actors.schedule.orca import OrcaScheduler, orca_sizes
-from actors.schedule.request_slots import most_tokens
+from actors.schedule.request_slots import most_tokens, text_tokens
 from actors.schedule.scheduler import QueueSizes
 from planner.plan.kv_copies import parking
 from planner.plan.spec import PlanSpec
@@ -111,12 +111,12 @@ class S3Scheduler(OrcaScheduler):
         tokens, arrival = int(held.written[slot]), int(held.arrivals[slot])
         generated = held.new_tokens(slot)
         request = replace(held.leave(slot), generated=generated)
-        text = len(request.prompt_ids) + len(generated)
+        text = text_tokens(request)
         least, in_all = self._sizes.park_tokens_from, self.supervision.parked_now + tokens
         if 0 < least <= tokens and in_all <= self._sizes.parked_tokens:
             self._parks.append(Park(arrival, begin, tokens))
             self._parked[arrival] = tokens
-            text -= tokens
+            text += request.shared_tokens - tokens
             self._count(parked=1, parked_tokens=tokens, parked_now=tokens)
         else:
             self._count(recomputed=1, recomputed_tokens=tokens)

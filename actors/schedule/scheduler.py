@@ -33,7 +33,8 @@ class QueueSizes:
     `prefill_chunk_tokens` are given in parts of that many tokens (0: none are). A request that is
     preempted with at least `park_tokens_from` tokens has its keys and values copied to host memory
     (0: none has), where at most `parked_tokens` of all requests lie on each stage; those of others
-    are computed again. On stages of one phase, what is handed over lies there too.
+    are computed again. On stages of one phase, what is handed over lies there too. Beside these lie
+    at most `head_tokens` tokens of heads that prompts share (0: none do).
     """
 
     slots: int
@@ -48,6 +49,7 @@ class QueueSizes:
     prefill_chunk_tokens: int = 0
     park_tokens_from: int = 0
     parked_tokens: int = 0
+    head_tokens: int = 0
     schedule: RequestSchedule | None = None
     role: Role = "both"
 
@@ -71,9 +73,12 @@ class QueueSizes:
         requests = self.prefill_micro_batch + self.decode_micro_batch
         if self.max_batch_size:
             requests, rows = self.max_batch_size, self._most_rows(max_tokens)
-        return Limits(
-            requests, rows, columns, self.slots, max_tokens, kv_tokens, self.parked_tokens
-        )
+        return Limits(requests, rows, columns, self.slots, max_tokens, kv_tokens, self.host_tokens)
+
+    @property
+    def host_tokens(self) -> int:
+        """Most tokens that lie in the host memory of a stage."""
+        return self.parked_tokens + self.head_tokens
 
     def _most_rows(self, max_tokens: int) -> int:
         """The most tokens in a mixed micro-batch; all of them have a token slot."""
@@ -117,6 +122,10 @@ class Scheduler(ABC):
     supervision: Supervision = NO_SUPERVISION
     """What was done so far about requests that outgrew their reservation: nothing where every
     reservation has room for the longest answer."""
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Make ready for `requests`. SpecError as `add` raises it."""
+        self._slots.expect(requests)
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:

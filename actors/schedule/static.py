@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from actors.messages import Admission, Finished, MicroBatch, Sampled, TokenIds, TokenRange
-from actors.schedule.request_slots import SlotRequests
+from actors.schedule.request_slots import SlotRequests, computed_parts
 from actors.schedule.scheduler import QueueScheduler, QueueSizes
 from planner.schedule.static import SlotGroup, StaticPolicy
 from planner.workload import MicroBatches
@@ -57,11 +57,10 @@ class StaticScheduler(QueueScheduler):
             for slot, request in zip(slots, requests, strict=True)
         )
         texts = list(map(self._slots.put, slots, requests))
-        counts = np.array([len(text) for text in texts], dtype=np.int64)
-        tokens = np.concatenate(texts)
+        starts, counts, token_ids = computed_parts(requests, texts)
         slot_array = np.array(slots, dtype=np.int64)
-        self._prompt[slot_array] = counts - self._slots.given[slot_array]
-        return self._batch(slot_array, np.zeros_like(slot_array), counts, admitted), tokens
+        self._prompt[slot_array] = starts + counts - self._slots.given[slot_array]
+        return self._batch(slot_array, starts, counts, admitted), token_ids
 
     def _decode(self, group: SlotGroup) -> tuple[MicroBatch, TokenIds]:
         slots = group.first + np.flatnonzero(self._decodes[group.first : group.end])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from actors.schedule.exegpt import RraScheduler, exegpt_sizes
@@ -12,10 +13,12 @@ from actors.schedule.exegpt_waa import (
     decode_sizes,
     prefill_sizes,
 )
+from actors.schedule.heads import LEAST_TOKENS
 from actors.schedule.orca import OrcaScheduler, orca_sizes
 from actors.schedule.s3 import S3Scheduler, s3_sizes
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.static import StaticScheduler
+from planner.plan.kv_copies import head_tokens
 from planner.plan.spec import PlanSpec, Role
 from planner.scheduling import PolicyName, PolicyOptions
 
@@ -50,5 +53,6 @@ def make_scheduler(sizes: QueueSizes, stages: int) -> Scheduler:
     return POLICIES[sizes.policy].scheduler(sizes, stages)
 
 
-def queue_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
-    return POLICIES[options.name].sizes(plan, options)
+def queue_sizes(plan: PlanSpec, options: PolicyOptions, shares_heads: bool = False) -> QueueSizes:
+    sizes = POLICIES[options.name].sizes(plan, options)
+    return replace(sizes, head_tokens=head_tokens(plan, LEAST_TOKENS)) if shares_heads else sizes

@@ -24,7 +24,8 @@ class StageSpec:
     that the process must find; None where the stage computes on the host's CPU. With
     `head_on_first` the last stage sends its final hidden states back to the first one.
     `rounding` is one of `quant.scheme.ROUNDINGS`; with `kv_bits` 8 keys and values are codes.
-    `parked_tokens`: most tokens of preempted requests whose keys and values lie in host memory.
+    `parked_tokens`: most tokens whose keys and values lie in host memory, of preempted requests and
+    of heads that prompts share.
     `deterministic`: no token's result depends on which others are computed with it.
     `cuda_graphs`: decode steps are recorded and replayed where that can be done.
     `requests`: those in flight that the plan counts, by which windows have rooms (0: `slots`).

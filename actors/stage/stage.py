@@ -20,7 +20,7 @@ from actors.attention.delta.rule import warm_up_mixer
 from actors.attention.kv_cache import CacheForm, KVCache
 from actors.attention.ragged import RaggedContext, with_rows
 from actors.attention.timer import AttentionTimer
-from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
+from actors.messages import NOTHING_SAMPLED, MicroBatch, Sampled
 from actors.stage.adapters import adapters_of
 from actors.stage.decode_graphs import DecodeGraphs, decode_graphs
 from actors.stage.handed_over import HeldKeysValues
@@ -294,10 +294,10 @@ class Stage:
         return torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)
 
     def forget_parked(self) -> None:
-        """Free all host memory of requests: their run has ended."""
+        """Free all host memory of requests and heads: their run has ended."""
         if self.spec.rank == 0:
             send(self._group, Order.FORGET_PARKED)
-        self._cache.parked.forget((EVERY_KEY,))
+        self._cache.parked.clear()
 
     def stats(self) -> StageStats:
         """The bytes that it holds; its process counts what it computes."""

@@ -77,13 +77,11 @@ def _check_parked(batch: MicroBatch, limits: Limits) -> None:
     """Raise where tokens are parked or restored that there cannot be; the stage knows the rest."""
     for each in (*batch.parks, *batch.restores, *batch.keeps):
         inside = 0 <= each.begin <= limits.kv_tokens - each.tokens
-        if each.key < 0 or not 1 <= each.tokens <= limits.parked_tokens or not inside:
+        if each.key == EVERY_KEY or not 1 <= each.tokens <= limits.parked_tokens or not inside:
             refuse(
                 f"parks {each.tokens} tokens from {each.begin} on as number {each.key}, where "
                 f"there are {limits.kv_tokens} token slots and {limits.parked_tokens} may be parked"
             )
-    if any(key < EVERY_KEY for key in batch.drops):
-        refuse("forgets numbers under which nothing is parked")
 
 
 def _own_ends(batch: MicroBatch, limits: Limits) -> TokenIds:

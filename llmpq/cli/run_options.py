@@ -48,7 +48,8 @@ _RUN_GROUPS = {
     "cluster and weights": f"address model adapter adapters cluster importance {_STAGES}",
     **_SUBMITTING,
     "watching the run": "trace drift replan",
-    "schedule": "policy predictor save_predictor max_batch_size prefill_chunk_tokens",
+    "schedule": "policy predictor save_predictor max_batch_size prefill_chunk_tokens "
+    "no_shared_heads",
     "recovery": "on_device_loss retries hang_s replace_s row_s",
 }
 _PATHS = "plan input output model adapter cluster importance chat_template trace cache_dir address"
@@ -106,7 +107,8 @@ _SERVE_GROUPS = {
     "prompts: of requests that do not say": _PROMPTING,
     "files and batches": "batch_dir file_limit_mib batch_dir_limit_gib",
     "cluster and weights": f"address model adapter adapters importance {_STAGES}",
-    "schedule": "policy predictor save_predictor max_batch_size prefill_chunk_tokens",
+    "schedule": "policy predictor save_predictor max_batch_size prefill_chunk_tokens "
+    "no_shared_heads",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from actors.stage_figures import StageStats
+from actors.stage_figures import NOTHING_SHARED, SharedPrompts, StageStats
 from llmpq.report.formatting import per_second, plain, seconds, size
 from llmpq.report.layout import Fitting, Notes, broken_name, new_table
 from llmpq.rows.results import Result
@@ -215,6 +215,7 @@ def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:
         [
             _in_all(summary),
             *([] if summary.latency is None else [plain(f"latency: {summary.latency}")]),
+            *_shared(summary),
             *_supervised(summary),
             *map(str, slow_stages(plan, summary.stages)),
         ]
@@ -263,6 +264,19 @@ def _in_all(summary: RunSummary) -> str:
         f"tokens in {summary.seconds:.2f} s: {per_second(summary.tokens_per_s)} tokens/s{beside}"
         f"{rate} (loading {summary.load_s:.1f} s)"
     )
+
+
+def _shared(summary: RunSummary) -> list[str]:
+    """A line about what prompts share, where they do."""
+    queues = [stats.queue for stats in summary.stages if stats.queue is not None]
+    counts = reduce(SharedPrompts.after, (queue.shared for queue in queues), NOTHING_SHARED)
+    if not counts.rows:
+        return []
+    heads = "a head" if counts.heads == 1 else f"{counts.heads} heads"
+    return [
+        f"{heads} of {counts.head_tokens:,} tokens computed once for {counts.rows:,} rows: "
+        f"{counts.saved_tokens:,} of {counts.prompt_tokens:,} prompt tokens not computed"
+    ]
 
 
 def _supervised(summary: RunSummary) -> list[str]:

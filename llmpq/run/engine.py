@@ -125,6 +125,7 @@ class CheckedModel:
             on_event=on_event,
             policy=options.scheduling(plan),
             importance=self._importance,
+            shares_heads=not options.no_shared_heads,
             deterministic=options.deterministic,
             cuda_graphs=not options.no_cuda_graphs,
             adapter=self._adapter,

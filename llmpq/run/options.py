@@ -182,6 +182,9 @@ class RunOptions(PromptingOptions):
     deterministic: bool = flag(
         "tokens that do not depend on what is computed beside them, on CPUs, at a lower speed"
     )
+    no_shared_heads: bool = flag(
+        "compute every prompt whole, also what many begin with (default: once for all)"
+    )
     no_cuda_graphs: bool = flag("start the kernels of decode steps on GPUs one by one")
 
     def __post_init__(self) -> None:

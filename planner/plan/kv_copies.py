@@ -1,4 +1,6 @@
-"""Copies of keys and values: of requests to host memory, and from prefill to decode stages."""
+"""Copies of keys and values: of requests and of heads that prompts share, in host memory, and from
+prefill to decode stages.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,10 @@ HOST_SHARE = 0.5
 """Share of a node's memory that its stages may park in: loading and Ray's object store need the
 rest."""
 
+HEAD_SHARE = 0.25
+"""Share of that room for heads that prompts share; requests that are parked or handed over have the
+rest."""
+
 UNSTATED_BYTES = 4 * 2**30
 """Bytes of each device's host memory where the cluster file does not state any: what vLLM takes for
 its swap space."""
@@ -44,7 +50,7 @@ def parking(plan: PlanSpec) -> Parking:
     copies = host_copies(plan)
     compute_s = [_compute_s(plan, stage, longest) for stage in plan.stages]
     least = park_tokens_from(copies, compute_s)
-    most = min(plan.workload.kv_tokens, *_rooms(plan, copies, max(1, least)))
+    most = min(plan.workload.kv_tokens, *_rooms(plan, copies, max(1, least), 1 - HEAD_SHARE))
     return Parking(least, most) if 0 < least <= most else Parking(0, 0)
 
 
@@ -53,7 +59,16 @@ def host_tokens(plan: PlanSpec) -> int:
     many requests as have so many tokens in the KV cache.
     """
     workload = plan.workload
-    return min(_rooms(plan, host_copies(plan), workload.kv_tokens / workload.global_batch))
+    mean = workload.kv_tokens / workload.global_batch
+    return min(_rooms(plan, host_copies(plan), mean, 1 - HEAD_SHARE))
+
+
+def head_tokens(plan: PlanSpec, least: int) -> int:
+    """Tokens of heads that prompts share, each of at least so many, with room in host memory on
+    every stage: at most as many as the KV cache has.
+    """
+    rooms = _rooms(plan, host_copies(plan), least, HEAD_SHARE)
+    return min(plan.workload.kv_tokens, *rooms)
 
 
 def _cluster(plan: PlanSpec) -> ClusterSpec | None:
@@ -102,8 +117,12 @@ def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
     return np.maximum(0.0, whole_s - times.decode[0].seconds[0])
 
 
-def _rooms(plan: PlanSpec, copies: Sequence[HostCopies], request_tokens: float) -> list[int]:
-    """Host tokens by stage, of requests of at least `request_tokens`; a CPU's by its limit."""
+def _rooms(
+    plan: PlanSpec, copies: Sequence[HostCopies], request_tokens: float, share: float
+) -> list[int]:
+    """Host tokens by stage, of requests of at least `request_tokens`, in that share of the room; a
+    CPU's is what its limit leaves.
+    """
     devices = _devices(plan)
     held = [each.kv_bytes_per_token + each.state_bytes / request_tokens for each in copies]
     stages = [(stage, own) for stage, own in zip(plan.stages, held, strict=True) if own]
@@ -121,7 +140,7 @@ def _rooms(plan: PlanSpec, copies: Sequence[HostCopies], request_tokens: float) 
             left, per_token = round(HOST_SHARE * free), PINNED_ROUNDING * on_node[stage.node]
         else:
             left, per_token = UNSTATED_BYTES, PINNED_ROUNDING * own
-        rooms.append(max(0, int(left / per_token)))
+        rooms.append(max(0, int(share * left / per_token)))
     return rooms
 
 

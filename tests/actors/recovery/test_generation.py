@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.messages import BatchKind, Finished, Request
+from actors.messages import BatchKind, Finished, HeadId, Request
 from actors.processes.health import BatchFailure
 from actors.recovery.faults import RunInterruptedError
 from actors.recovery.generation import LEAST_TOGETHER, MOST_AHEAD, halved
@@ -112,6 +112,22 @@ def test_a_request_that_does_harm_is_found_and_the_others_finish(
     assert (cluster.stages[1].starts > 1) is (harm is not failing)
     faults = [event for event in cluster.events if event.kind == kind]
     assert len(faults) <= 2 + 3 + 2, "twice, halves of eight requests, twice alone"
+
+
+def test_a_head_that_does_harm_is_computed_no_more() -> None:
+    cluster = started()
+    pipeline = cluster.pipeline
+    pipeline.sizes = replace(pipeline.sizes, head_tokens=100)
+
+    def harm(ids: tuple[str, ...]) -> None:
+        if pipeline.sizes.head_tokens and any(isinstance(each, HeadId) for each in ids):
+            killing(cluster)
+
+    cluster.on_compute = harm
+    first, *others = requests(COUNT)
+    cluster.check_all([replace(first, custom_id=HeadId(first.custom_id)), *others])
+    assert cluster.kinds() == [("died", 1)]
+    assert pipeline.sizes.head_tokens == 0
 
 
 def test_a_link_that_breaks_is_nobodys_fault() -> None:

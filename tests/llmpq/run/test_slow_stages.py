@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors.stage_figures import PhaseWork, QueueDepth, StageStats, Supervision
+from actors.stage_figures import PhaseWork, QueueDepth, SharedPrompts, StageStats, Supervision
 from llmpq import Plan
 from llmpq.run.display import RunProgress, summary_table
 from llmpq.run.meter import RunState
@@ -103,13 +103,18 @@ def test_summary_shows_rates_shares_and_times_beside_the_planned_ones(timed: Any
     assert unplanned.count("1.00 s") == 2, "of the two stages' own times only"
 
 
-def test_summary_tells_of_reservations_that_were_too_short(timed: Any) -> None:
+def test_summary_tells_of_reservations_that_were_too_short_and_of_shared_heads(timed: Any) -> None:
     counts = Supervision(grown=7, parked=3, parked_tokens=250, recomputed=2, recomputed_tokens=90)
-    first = replace(FAST, queue=QueueDepth(0, 0, 4, 0, counts))
+    shared = SharedPrompts(1, 512, 997, 997 * 512, 640_000)
+    first = replace(FAST, queue=QueueDepth(0, 0, 4, 0, counts, shared=shared))
     out = StringIO()
     summary = RunSummary(12, 0, 480, 1.0, 2.0, (first, SLOW, FAST))
     Console(file=out, width=200).print(summary_table(timed, summary))
     assert (
         "12 reservations were too short: 7 grew, 3 requests were parked in host memory (250 "
         "tokens), 2 computed again (90 tokens)"
+    ) in out.getvalue()
+    assert (
+        "a head of 512 tokens computed once for 997 rows: 509,952 of 640,000 prompt tokens not "
+        "computed"
     ) in out.getvalue()

@@ -1,4 +1,6 @@
-"""What plans say of preempted requests: whether they are parked, and how many tokens of them."""
+"""What plans say of preempted requests, whether they are parked and how many tokens of them, and of
+heads that prompts share.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.kv_copies import (
+    HEAD_SHARE,
     HOST_SHARE,
     PINNED_ROUNDING,
     UNSTATED_BYTES,
     Parking,
+    head_tokens,
     host_copies,
     parking,
 )
@@ -67,11 +71,14 @@ def test_pinned_blocks_of_any_requests_fit_into_the_hosts_share(plan: PlanSpec) 
 
 def test_a_node_parks_in_its_share_of_the_hosts_memory(plan: PlanSpec) -> None:
     room = int(HOST_SHARE * 2 * 2**30 / (PINNED_ROUNDING * KV_BYTES_PER_TOKEN))
-    assert parking(plan).most_tokens == room < plan.workload.kv_tokens
+    parked, heads = parking(plan).most_tokens, head_tokens(plan, 1)
+    assert parked == int((1 - HEAD_SHARE) * room) < plan.workload.kv_tokens
+    assert heads == int(HEAD_SHARE * room) < plan.workload.kv_tokens
     longest = max(each.kv_bytes_per_token for each in host_copies(plan))
     unstated = parking(replace(plan, origin=None)).most_tokens
     assert unstated == min(
-        plan.workload.kv_tokens, int(UNSTATED_BYTES / (PINNED_ROUNDING * longest))
+        plan.workload.kv_tokens,
+        int((1 - HEAD_SHARE) * UNSTATED_BYTES / (PINNED_ROUNDING * longest)),
     )
 
 
@@ -94,6 +101,6 @@ def test_a_cpu_parks_in_what_its_own_limit_leaves() -> None:
     assert parking(ample).most_tokens == ample.workload.kv_tokens
     (stage,) = scarce.stages
     left = stage.memory_limit_bytes - stage.memory_bytes
-    room = int(left / KV_BYTES_PER_TOKEN)
+    room = int((1 - HEAD_SHARE) * left / KV_BYTES_PER_TOKEN)
     assert room < scarce.workload.kv_tokens
     assert parking(scarce) in (Parking(0, 0), Parking(parking(scarce).tokens_from, room))

@@ -1,0 +1,136 @@
+"""Prompts that share heads: tokens are those of `generate`, under every policy, and each head is
+computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import MistralConfig
+
+from actors.messages import MicroBatch, Request, Sampled, Sampling, TokenIds
+from actors.schedule.driver import PipelineDriver
+from actors.schedule.heads import PromptHeads
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.table import make_scheduler
+from actors.stage_figures import SharedPrompts
+from planner.scheduling import RequestSchedule
+from tests.actors.configs import CONFIGS, LAYERS, STATE_CONFIGS
+from tests.actors.driving import run_dry
+from tests.actors.local_pipeline import LocalPipeline
+from tests.actors.models import random_prompts, references, save_tiny, stages_of
+
+NEW_TOKENS = 6
+LONGEST = 128
+SLOTS = 4
+KV_TOKENS = SLOTS * LONGEST
+HEADS = random_prompts((70, 100))
+"""Of 64 and 96 tokens in whole blocks."""
+
+TAILS = random_prompts((5, 9, 1, 13, 3, 7, 20, 2, 15, 64), seed=1)
+PROMPTS = [HEADS[i % 2][: 64 + 32 * (i % 2)] + tail for i, tail in enumerate(TAILS[:-2])]
+PROMPTS += TAILS[-2:]
+SHARED = SharedPrompts(2, 64 + 96, 8, 4 * (64 + 96), sum(map(len, PROMPTS)))
+
+SCHEDULE = RequestSchedule("rra", 2, SLOTS, 2, 1, 2, 90)
+SIZES = {
+    "static": QueueSizes(SLOTS, 2, 2, LONGEST),
+    "orca": QueueSizes(
+        SLOTS, 1, 2, LONGEST, "orca", KV_TOKENS, max_batch_size=2, prefill_chunk_tokens=40
+    ),
+    "s3": QueueSizes(
+        SLOTS,
+        1,
+        2,
+        LONGEST,
+        "s3",
+        KV_TOKENS,
+        n_slots=250,
+        max_batch_size=2,
+        park_tokens_from=100,
+        parked_tokens=10**6,
+    ),
+    "exegpt": QueueSizes(SLOTS, 2, 2, LONGEST, "exegpt", KV_TOKENS, schedule=SCHEDULE),
+    "decode": QueueSizes(
+        SLOTS,
+        2,
+        2,
+        LONGEST,
+        "exegpt",
+        KV_TOKENS,
+        schedule=replace(SCHEDULE, kind="waa-c", decode_steps=1),
+        role="decode",
+    ),
+    "prefill": QueueSizes(
+        SLOTS,
+        2,
+        2,
+        LONGEST,
+        "exegpt",
+        KV_TOKENS,
+        schedule=replace(SCHEDULE, kind="waa-c", decode_steps=1),
+        role="prefill",
+    ),
+}
+
+Tiny = Callable[[str], tuple[Path, list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A checkpoint of each family, and what `generate` adds to the prompts."""
+
+    @cache
+    def made(name: str) -> tuple[Path, list[list[int]]]:
+        folder = tmp_path_factory.mktemp(name)
+        config = (CONFIGS | STATE_CONFIGS)[name]
+        if name == "mistral-sliding":  # small enough for rooms
+            config = MistralConfig(**config.to_dict() | {"sliding_window": 7})
+        model = save_tiny(folder, config)
+        return folder, references(model, PROMPTS, NEW_TOKENS, ignore_eos=True)
+
+    return made
+
+
+class CountingPipeline(LocalPipeline):
+    """Counts the tokens of prompts that are computed."""
+
+    prompt_tokens = 0
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Sampled:
+        self.prompt_tokens += int(batch.counts[~batch.decode_rows].sum())
+        return super().submit(batch, token_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        *(("llama", policy) for policy in SIZES),
+        ("mistral-sliding", "static"),
+        ("qwen3_next", "orca"),
+    ],
+)
+def test_tokens_are_those_of_generate(name: str, policy: str, tiny: Tiny) -> None:
+    folder, expected = tiny(name)
+    sizes = SIZES[policy]
+    stages = stages_of(folder, (0, 2, LAYERS), SLOTS, LONGEST, parked_tokens=2 * KV_TOKENS)
+    assert any(stage._cache._windows for stage in stages) == (name == "mistral-sliding")
+    new = 1 if policy == "prefill" else NEW_TOKENS
+    greedy = Sampling(ignore_eos=True)
+    requests = [
+        Request(str(i), prompt, new, greedy, expected_tokens=1 if policy == "s3" else None)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    pipeline, heads = CountingPipeline(stages), PromptHeads(KV_TOKENS)
+    driver = PipelineDriver(make_scheduler(sizes, 2), pipeline, heads=heads)
+    driver.add(requests)
+    found = {each.custom_id: list(each.token_ids) for some in run_dry(driver) for each in some}
+    assert [found[each.custom_id] for each in requests] == [tokens[:new] for tokens in expected]
+    assert heads.counts == SHARED
+    again = 5 if policy == "s3" else 0  # tails that were preempted
+    assert pipeline.prompt_tokens <= SHARED.prompt_tokens - SHARED.saved_tokens + again
+    assert all(stage._cache.parked.tokens == 64 + 96 for stage in stages)
