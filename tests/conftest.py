@@ -7,14 +7,14 @@ import os
 import shutil
 import signal
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from tests.llmpq.forked_workers import fork_server, shared_loops
+from llmpq.remote.worker_forks import WorkerForks
 from tests.made_once import FOLDER
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -54,10 +54,10 @@ gc.disable()  # next to nothing of what is imported and collected is garbage
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: no search for garbage need look through it."""
-    shared = getattr(session.config, "workerinput", {}).get("fork_server")
-    if shared is not None:
-        os.environ.update(shared_loops(Path(shared)))
-        os.environ[FOLDER] = str(Path(shared).parent)
+    given = getattr(session.config, "workerinput", {})
+    if "shared_folder" in given:
+        os.environ[FOLDER] = given["shared_folder"]
+        os.environ["NUMBA_CACHE_DIR"] = str(Path(given["shared_folder"], "loops"))
     gc.freeze()
     gc.enable()
 
@@ -70,10 +70,11 @@ SHARED = ExitStack()
 def pytest_configure_node(node: Any) -> None:
     """Have all processes of pytest-xdist fork Ray's workers from one, and share compiled loops."""
     config = node.config
-    if not hasattr(config, "fork_server"):
+    if not hasattr(config, "shared"):
         folder = SHARED.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-"))
-        config.fork_server = str(SHARED.enter_context(fork_server(Path(folder))))
-    node.workerinput["fork_server"] = config.fork_server
+        forks = SHARED.enter_context(closing(WorkerForks({})))
+        config.shared = {"shared_folder": folder, "worker_environment": forks.runtime_env}
+    node.workerinput.update(config.shared)
 
 
 def pytest_unconfigure() -> None:

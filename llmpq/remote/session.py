@@ -13,10 +13,11 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from os import environ
 from typing import TYPE_CHECKING, Any
 
-from actors.processes.device import local_ray_environment, visible_gpus
+from actors.processes.device import local_ray_environment, stage_environment, visible_gpus
 from llmpq.remote.starting import SlowStartError, not_joined, not_started
 from llmpq.remote.token import check_token, make_token, warn_of_readers
 from llmpq.remote.words import caught_words, is_verbose
+from llmpq.remote.worker_forks import WorkerForks
 from planner.cluster.accelerators import reported_accelerator
 from quant.common.errors import DeviceError, SpecError, StageLostError
 from quant.common.text import without_user
@@ -38,9 +39,24 @@ def joins_ray(address: str | None) -> bool:
     return is_joined or (address or environ.get("RAY_ADDRESS") or "local") != "local"
 
 
+def prepared_forks(address: str | None) -> WorkerForks | None:
+    """Start what the workers of a local Ray are forks of, seconds before `ray_session` starts that.
+
+    None where Ray is joined, where it is told already how to start its workers, and where there are
+    GPUs, which libraries may look at before a fork that is to use them.
+    """
+    told = "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ
+    if joins_ray(address) or told or not sys.platform.startswith("linux") or visible_gpus():
+        return None
+    return WorkerForks(stage_environment(1))
+
+
 @contextmanager
-def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> Iterator[None]:
-    """An initialised Ray: the one already joined, that of `address` or RAY_ADDRESS, or a local one.
+def ray_session(
+    address: str | None = None, give_up: GiveUp | None = None, forks: WorkerForks | None = None
+) -> Iterator[None]:
+    """An initialised Ray: the one already joined, that of `address` or RAY_ADDRESS, or a local one,
+    whose workers are `forks`, if they are given, else those that it starts itself.
 
     `LocalHead` supervises a local one, with `give_up`. What is started or joined here is left at
     the end; what was there before stays. Raises `SpecError` for an address with a password,
@@ -57,7 +73,7 @@ def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> It
         return
     target = address or environ.get("RAY_ADDRESS") or "local"
     with ExitStack() as stack:
-        _start_twice(target)
+        _start_twice(target, forks)
         stack.enter_context(_without_node_reports())
         if target == "local":
             head = stack.enter_context(LocalHead(give_up))
@@ -69,19 +85,19 @@ def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> It
         yield
 
 
-def _start_twice(target: str) -> None:
+def _start_twice(target: str, forks: WorkerForks | None) -> None:
     """Start or join Ray; a local one that does not come up in time is ended, and started again."""
     if target != "local":
         _start(target)
         return
     try:
         with _nothing_left():
-            _start(target)
+            _start(target, forks)
     except SlowStartError:
         warnings.warn("Ray was not up in time; it is started once more", stacklevel=4)
         _shut_down()  # so that Ray starts anew, also where it got as far as the connection
         with _nothing_left():
-            _start(target)
+            _start(target, forks)
 
 
 def _gpus_by_type() -> dict[str, list[str]]:
@@ -115,7 +131,7 @@ def _nothing_left() -> Iterator[None]:
         raise
 
 
-def _start(target: str) -> None:
+def _start(target: str, forks: WorkerForks | None = None) -> None:
     """Initialise Ray, and restore the handler of SIGTERM."""
     import ray
 
@@ -129,6 +145,7 @@ def _start(target: str) -> None:
         gpus = _gpus_by_type()
         own = {"include_dashboard": False, "_system_config": _LOCAL}
         own |= {"resources": {name: len(uuids) for name, uuids in gpus.items()}}
+        own |= {"runtime_env": forks.runtime_env} if forks is not None else {}
         environ.update(local_ray_environment(gpus) if gpus else {})
         make_token()
     else:

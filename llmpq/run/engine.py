@@ -17,7 +17,7 @@ from actors.recovery.policy import EventKind, OnEvent, Recovery, RecoveryEvent, 
 from llmpq.lengths.finished_rows import texts_of
 from llmpq.lengths.sources import LengthSource, open_source, wait_loaded
 from llmpq.model_check import left_out_note
-from llmpq.remote.session import head_loss_raised, ray_session
+from llmpq.remote.session import head_loss_raised, prepared_forks, ray_session
 from llmpq.rows.sampling import JobSampling, SamplingInput, merge_sampling
 from llmpq.run.checkpoint import (
     check_sampling,
@@ -163,7 +163,9 @@ class RunResources(CheckedModel):
         self.kept = kept
         if self.sampling.warning:
             warnings.warn(self.sampling.warning, stacklevel=3)
+        self.stages = SharedStages(self.group, options.address, kept)
         with ExitStack() as undo:
+            undo.callback(self.stages.close)
             self.tokenizer = self._started_tokenizer()  # it loads during the checks below
             if self.tokenizer is not None:
                 undo.callback(self.tokenizer.close)
@@ -176,7 +178,6 @@ class RunResources(CheckedModel):
                 self.tokenizer.wait()
             self.expected = self._expected_lengths(lengths)
             undo.pop_all()
-        self.stages = SharedStages(self.group, options.address, kept)
 
     def _started_tokenizer(self) -> TokenizerProcess | None:
         plans = (self._first_plan, self._first_plan.long_rows or self._first_plan)
@@ -263,6 +264,7 @@ class SharedStages:
     """The stages of one plan at a time, which `make` makes; Ray is that of `address`.
 
     `kept`: they stay from one run to the next until `close`, else until the first run has ended.
+    What processes of a local Ray are made of is prepared as soon as this is made.
     `start_s`: the seconds that the present ones took to start.
     """
 
@@ -270,6 +272,7 @@ class SharedStages:
         self, make: Callable[[PlanSpec], LiveGroup], address: str | None, kept: bool
     ) -> None:
         self._make, self._address, self._kept = make, address, kept
+        self._forks = prepared_forks(address)
         self._ray: ExitStack | None = None
         self._group: LiveGroup | None = None
         self._plan: PlanSpec | None = None
@@ -340,6 +343,9 @@ class SharedStages:
             joined, self._ray = self._ray, None
             if joined is not None:
                 joined.close()
+            forks, self._forks = self._forks, None
+            if forks is not None:
+                forks.close()
 
     def _join(self, give_up: GiveUp | None) -> None:
         import ray
@@ -349,7 +355,7 @@ class SharedStages:
             self.close()
         if self._ray is None:
             with ExitStack() as joining:
-                joining.enter_context(ray_session(self._address, give_up))
+                joining.enter_context(ray_session(self._address, give_up, self._forks))
                 self._ray = joining.pop_all()
 
     def _start(self, group: LiveGroup, loading: AbstractContextManager[Any] | None = None) -> None:

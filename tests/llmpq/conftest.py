@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +16,14 @@ import yaml
 
 from llmpq import Cluster, Fleet, Plan, Workload
 from llmpq.remote.token import make_token
+from llmpq.remote.worker_forks import WorkerForks
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import FleetRecord, FleetSpec
 from planner.plan.file import PLAN_VERSION
 from tests.actors.configs import CONFIGS
 from tests.actors.models import save_tiny
 from tests.llmpq import forked_tokenizers
-from tests.llmpq.forked_workers import SET_UP, fork_server, forked_workers
+from tests.llmpq.forked_workers import SET_UP
 
 NEW_TOKENS = 8
 PROMPT_LENGTH = 16
@@ -130,12 +131,12 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def worker_environment(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     """Ray's `runtime_env` for workers that start fast, by the server of all processes of tests."""
-    shared = getattr(request.config, "workerinput", {}).get("fork_server")
+    shared = getattr(request.config, "workerinput", {}).get("worker_environment")
     if shared is not None:
-        yield forked_workers(Path(shared))
+        yield shared
         return
-    with TemporaryDirectory(prefix="llmpq-") as name, fork_server(Path(name)) as address:
-        yield forked_workers(address)
+    with closing(WorkerForks({})) as forks:
+        yield forks.runtime_env
 
 
 @pytest.fixture

@@ -1,0 +1,96 @@
+"""Workers are forks of a prepared process, with what their command gave them, and end with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray  # noqa: F401  (brings psutil)
+
+# isort: split
+import psutil
+
+from llmpq.remote.session import prepared_forks
+from llmpq.remote.worker_forks import WorkerForks
+
+PROGRAM = """
+import json, os, sys
+torch = sys.modules.get("torch")
+print(json.dumps({
+    "parent": os.getppid(), "arguments": sys.argv[1:], "folder": os.getcwd(),
+    "variable": os.environ.get("OF_A_WORKER"), "nice": os.nice(0),
+    "threads": torch and torch.get_num_threads(),
+}), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def start(forks: WorkerForks, program: Path) -> subprocess.Popen[str]:
+    """Start `program` as Ray starts a worker."""
+    return subprocess.Popen(
+        [*shlex.split(forks.runtime_env["py_executable"]), str(program), "an", "argument"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=program.parent,
+        env=os.environ | {"OF_A_WORKER": "yes", "OMP_NUM_THREADS": "2"},
+        preexec_fn=lambda: os.nice(3),
+    )
+
+
+def told(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    found: dict[str, Any] = json.loads(process.stdout.readline())
+    return found
+
+
+def test_a_worker_is_a_fork_with_its_own_command_and_surroundings(program: Path) -> None:
+    forks = WorkerForks({})
+    nice = os.nice(0) + 3
+    surroundings = {"arguments": ["an", "argument"], "folder": str(program.parent)}
+    surroundings |= {"variable": "yes", "nice": nice}
+    with start(forks, program) as first, start(forks, program) as second:
+        found = [told(first), told(second)]
+        (parent,) = {each.pop("parent") for each in found}
+        assert found == [{**surroundings, "threads": 2}] * 2
+        prepared = psutil.Process(parent)
+        assert prepared.ppid() == os.getpid()
+        ends = prepared.children()
+        second.communicate("\n")  # a caller stays as long as its worker
+        assert len(prepared.children()) == 1
+        forks.close()
+        first.communicate()
+    psutil.wait_procs(ends, timeout=10)
+    assert not any(map(psutil.pid_exists, [parent, *(each.pid for each in ends)]))
+    with start(forks, program) as third:  # there is nothing to fork: it becomes Python
+        found = [told(third)]
+        assert found == [{**surroundings, "parent": os.getpid(), "threads": None}]
+        third.communicate("\n")
+
+
+def test_the_prepared_process_ends_with_who_started_it() -> None:
+    code = "import os\nfrom llmpq.remote.worker_forks import WorkerForks\n"
+    code += "print(WorkerForks({})._process.pid, flush=True)\nos._exit(0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    with suppress(psutil.NoSuchProcess):  # it may be gone already
+        psutil.Process(int(done.stdout)).wait(timeout=60)
+
+
+def test_none_is_prepared_where_ray_is_joined_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepared_forks("10.0.0.1:6379") is None
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert prepared_forks(None) is None
