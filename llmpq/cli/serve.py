@@ -77,7 +77,7 @@ def _run(
     chosen = _run_options(given, plans[0].policy.name)
     model_of_run(spec, chosen, source)  # raises before what follows is loaded, which is slow
 
-    from llmpq.remote.session import ray_session
+    from llmpq.remote.session import prepared_forks, ray_session
     from llmpq.serve.batches.batches import Batches
     from llmpq.serve.metrics import ServeMetrics
     from llmpq.serve.options import count_replicas
@@ -88,11 +88,14 @@ def _run(
     with TaskProgress("calibrating for the plan") as progress:
         run_options = with_calibrated(plans[0], chosen, progress=progress.report)
     with ExitStack() as stack:
+        forks = prepared_forks(chosen.address)
+        if forks is not None:
+            stack.callback(forks.close)
         store = stack.enter_context(_batch_store(options, given))
         engine = PipelineEngine(spec, run_options, source)
         for note in engine.notes:
             say(note)
-        stack.enter_context(ray_session(chosen.address))
+        stack.enter_context(ray_session(chosen.address, forks=forks))
         copies = 1 if is_fleet else count_replicas(all_stages(plans[0]), wanted)
         stack.enter_context(closing(engine))
         engine.on_loading.append(_say_now_and_then())

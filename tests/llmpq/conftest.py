@@ -122,6 +122,12 @@ def tokenizer_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmpq.tokenizing.child_process.subprocess", pretend)
 
 
+@pytest.fixture(autouse=True)
+def nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process join a Ray, or look at what comes before one."""
+    monkeypatch.setattr("llmpq.run.engine.prepared_forks", lambda address: None)
+
+
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs do not wait for the clock's next tick: of files just written they tell by content."""

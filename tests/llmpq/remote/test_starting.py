@@ -135,7 +135,7 @@ SLEEPING = [sys.executable, "-c", "import time; time.sleep(600)"]
 def test_what_was_started_ends_with_a_start_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(target: str) -> None:
+    def start(target: str, forks: object) -> None:
         assert target == "local"
         started.append(subprocess.Popen(SLEEPING))
         raise SystemExit(15)
