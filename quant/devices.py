@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,21 @@ def local_processor(device: torch.device) -> Processor:
         "avx512_vnni": torch.cpu._is_vnni_supported(),
     }
     return Processor(instruction_sets=frozenset(name for name, present in found.items() if present))
+
+
+def emulates(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of a 16-bit type there are far slower than those of float32: of float16 on
+    CPUs, and of bfloat16 on those for which oneDNN has none (x86 without AVX-512).
+    """
+    if device.type != "cpu" or dtype == torch.float32:
+        return False
+    return dtype == torch.float16 or not _multiplies_bfloat16()
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    known = torch.backends.mkldnn.is_available()
+    return known and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 _BUFFERS = 2

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quant.backends import widened
 from quant.backends.base import PackedWeight, copy_of, tensor_bytes
 from quant.backends.cuda_packed import CudaPacked, asked_products
 from quant.backends.cuda_products import Codes, CudaProducts
@@ -20,6 +21,7 @@ from quant.linear import (
     HostForm,
     LayerForm,
     QuantizedLinear,
+    WidenedLinear,
     multiply_reordered,
     packed_weight,
     reordered,
@@ -57,7 +59,13 @@ class PlainWeight(PackedWeight):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
+        if widened.is_known(self.weight):
+            return widened.multiply(x, self.weight)
         return functional.linear(x, self.weight)
+
+    def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
+        if widened.is_known(self.weight):
+            widened.warm_up()
 
     def restored_for(self, x: Tensor) -> Tensor | None:
         return self.weight.to(x.device, non_blocking=True).to(x.dtype)
@@ -69,6 +77,9 @@ class _ReorderedWeight(PlainWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply_reordered(x, self.weight)
+
+    def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
+        pass
 
     def restored_for(self, x: Tensor) -> Tensor | None:
         return None
@@ -385,6 +396,8 @@ def warm_up_kernels(model: nn.Module) -> None:
         if isinstance(module, QuantizedLinear):
             shape = LinearShape(module.in_features, module.out_features)
             found[type(module.packed), shape] = module.packed, module.compute_dtype
+        elif isinstance(module, WidenedLinear):
+            widened.warm_up()
         elif isinstance(module, QuantizedExperts):
             for held in (module.gate_up, module.down):
                 found[held.backend, held.shape] = held.weights[0], module.compute_dtype

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from quant.backends import widened
 from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.kernel_rule import KernelRule
@@ -240,12 +241,23 @@ class PrepackedLinear(nn.Module):
         return multiply_reordered(x, self.packed_weight, self.bias)
 
 
-def prepack(linear: nn.Linear, processor: Processor) -> nn.Module:
-    """Prepack where that is faster and adds no byte; oneDNN refuses the layout on a CPU too old, as
-    `processor` may be one that is only played here.
+class WidenedLinear(nn.Linear):
+    """A bfloat16 linear for CPUs that `quant.backends.widened` is for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return widened.multiply(x, self.weight, self.bias)
+
+
+def prepack(linear: nn.Linear, processor: Processor, in_place: bool = False) -> nn.Module:
+    """Prepack where that is faster and adds no byte, unless the weight must stay `in_place` for
+    other modules; oneDNN refuses the layout on a CPU too old, as `processor` may be one that is
+    only played here.
     """
-    packed = reordered(linear.weight.detach(), processor)
+    weight = linear.weight.detach()
+    packed = None if in_place else reordered(weight, processor)
     if packed is None:
+        if processor.is_cpu and widened.is_known(weight):
+            linear.__class__ = WidenedLinear
         return linear
     bias = None if linear.bias is None else linear.bias.detach()
     return PrepackedLinear(packed, bias, (linear.out_features, linear.in_features))

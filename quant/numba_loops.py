@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from quant.kept_loops import keep_compiled
 
@@ -40,6 +42,14 @@ def torch_threads() -> Iterator[None]:
     with _one_at_a_time:
         numba.set_num_threads(min(torch.get_num_threads(), settings.NUMBA_NUM_THREADS))
         yield
+
+
+def as_array(tensor: Tensor) -> npt.NDArray[Any]:
+    """The memory of a tensor on the host as a numpy array, 16-bit types as their bits."""
+    array: npt.NDArray[Any] = (
+        tensor.view(torch.uint16) if tensor.element_size() == 2 else tensor
+    ).numpy()
+    return array
 
 
 def compiled_loop(function: Any, parallel: bool, exact: bool = False) -> Any:
@@ -72,6 +82,30 @@ def widening(dtype: torch.dtype) -> Any:
         return builder.bitcast(word, ir.FloatType())  # bfloat16: the upper half of a float32
 
     return intrinsic(lambda context, bits: (types.float32(types.uint16), code))
+
+
+@cache
+def narrowing(dtype: torch.dtype) -> Any:
+    """Compile what `widening` undoes, to the nearest number, of a tie the even one."""
+    import numba
+    from llvmlite import ir
+    from numba.core import types
+    from numba.extending import intrinsic
+
+    if dtype == torch.float32:
+        return numba.njit(lambda number: number, inline="always")
+    word, half = ir.IntType(32), ir.IntType(16)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (number,) = arguments
+        if dtype == torch.float16:
+            return builder.bitcast(builder.fptrunc(number, ir.HalfType()), half)
+        bits = builder.bitcast(number, word)  # bfloat16
+        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+        up = builder.add(odd, ir.Constant(word, 0x7FFF))
+        return builder.trunc(builder.lshr(builder.add(bits, up), ir.Constant(word, 16)), half)
+
+    return intrinsic(lambda context, number: (types.uint16(types.float32), code))
 
 
 @cache

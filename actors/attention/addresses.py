@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from actors.messages import MicroBatch, TokenIds
 from quant.devices import on_device
+from quant.numba_loops import as_array
 
 TokenNumbers = npt.NDArray[np.int32]
 
@@ -313,14 +314,6 @@ def tell(
         whole.__dict__["positions"], whole.__dict__["token_slots"] = next(there), next(there)
         for part in parts:
             part._tiles[group] = next(there), next(there)
-
-
-def as_array(tensor: Tensor) -> npt.NDArray[Any]:
-    """The memory of a tensor on the host as a numpy array, 16-bit types as their bits."""
-    array: npt.NDArray[Any] = (
-        tensor.view(torch.uint16) if tensor.element_size() == 2 else tensor
-    ).numpy()
-    return array
 
 
 def _blocks(batch: MicroBatch, device: torch.device) -> tuple[Block, ...]:

@@ -12,8 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.attention.addresses import Addresses, as_array
+from actors.attention.addresses import Addresses
 from actors.messages import Move, TokenRange
+from quant.numba_loops import as_array
 
 _USUAL = 4.0
 """Up to so many times their head's median, and down to its inverse, channels are divided by their

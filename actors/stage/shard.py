@@ -96,8 +96,9 @@ def load_shard(
         beside = StageAdapters(spec.adapters, spec.slots, spec.deterministic)
         beside.load(whole_shape, spec.layers, loads)
         model.add_module(NAME, beside)
-    if spec.has_head and not _shares_head(config, spec):
-        model.set_output_embeddings(prepack(model.get_output_embeddings(), processor))
+    if spec.has_head:
+        shares = _shares_head(config, spec)
+        model.set_output_embeddings(prepack(model.get_output_embeddings(), processor, shares))
     return model
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from quant.common.errors import CheckpointError
-from quant.devices import moved_blocks, ranges, row_blocks, rows_at_once
+from quant.devices import emulates, moved_blocks, ranges, row_blocks, rows_at_once
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
@@ -151,9 +151,7 @@ def linear_by_blocks(
     at most `rows_at_once` of them, in the same memory if it likes. Sums are multiplied by
     `row_scale` `[rows]`.
     """
-    # CPUs without float16 arithmetic are far faster in float32.
-    half_on_cpu = x.device.type == "cpu" and x.dtype == torch.float16
-    compute = torch.float32 if half_on_cpu else x.dtype
+    compute = torch.float32 if emulates(x.dtype, x.device) else x.dtype
     tokens = x.reshape(-1, x.shape[-1]).to(compute)
     step = rows_at_once(x.shape[-1], x.device)
     few = compute == torch.float32 and len(tokens) < _MANY_TOKENS

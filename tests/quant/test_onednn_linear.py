@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from quant.backends import widened
 from quant.devices import local_processor
 from quant.linear import PrepackedLinear, prepack, prepack_linears
 from quant.loading.loader import module_nbytes
@@ -38,6 +39,22 @@ def test_products_and_bytes(bias: bool, tokens: tuple[int, ...]) -> None:
     # Products summed in float32, the result rounded once.
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-5)
     assert module_nbytes(packed) == module_nbytes(plain)
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "bias"), [(1, 1, False), (7, 3, True), (1024, 18, True), (2500, 33, False)]
+)
+def test_widened_products(columns: int, rows: int, bias: bool) -> None:
+    """Parts of rows, of blocks and of what is summed at once, for few tokens and for many."""
+    plain = linear(columns, rows, bias)
+    for tokens in (1, 3, 8, 31, 40):
+        x = torch.randn(tokens, columns).bfloat16()
+        x[0, 0] = torch.nan
+        exact = nn.functional.linear(
+            x.double(), plain.weight.double(), plain.bias.double() if bias else None
+        )
+        out = widened.multiply(x, plain.weight, plain.bias)
+        torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=1e-2, equal_nan=True)
 
 
 @pytest.mark.parametrize(
