@@ -1,6 +1,6 @@
-"""Where a stage's step goes on this CPU: decode steps of 8 and 32 requests, and prompts.
+"""Where a stage's step goes on this CPU: decode steps of 8 and 32 requests, and a prompt.
 
-    python -m benchmarks.speed.step [--threads 2] [--before OTHER/CHECKOUT] [--turns 5]
+    python -m benchmarks.speed.step [--threads 2] [--before OTHER/CHECKOUT] [--turns 2]
 
 One stage with all layers of the LLaMA of `benchmarks.speed.throughput`, alone in a process with the
 environment of a stage's. The step's time is measured without the profiler, and its parts with it;
@@ -34,8 +34,8 @@ from benchmarks.lab import (
     table_row,
 )
 
-PROMPT, STEPS, WARM_UPS = 128, 16, 3
-CASES = {"decode, 8 requests": 8, "decode, 32 requests": 32, "2 prompts": -2}
+PROMPT, STEPS, WARM_UPS = 128, 4, 1
+CASES = {"decode, 8 requests": 8, "decode, 32 requests": 32, "a prompt of 128": -1}
 """Requests of a step; negative: prompts."""
 
 PARTS = ("products", "attention", "element-wise", "copies", "sampling", "Python")
@@ -155,7 +155,7 @@ class _Stage:
         """Seconds of a step by `PARTS`."""
         from torch.profiler import ProfilerActivity, profile
 
-        whole = min(s / n for n, s in (self.passed(case) for _ in range(WARM_UPS + 2)))
+        whole = min(s / n for n, s in (self.passed(case) for _ in range(2)))
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             steps, _ = self.passed(case)
         seconds: Counter[str] = Counter()
@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--before", type=Path, help="another checkout, to take turns with")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
