@@ -359,7 +359,8 @@ class Progress:
     """The new tokens of a request of a live run since the last one told of it, or all of them where
     only whole answers are told of; where it has ended with them, why, and `error` as in `Finished`.
     `logprobs` are those of the tokens where the request asks for them, else empty. `age_s`: how
-    long ago the stages began with it, where others go on with it now.
+    long ago the stages began with it, where others go on with it now. `shared_tokens`, told with
+    the first ones: how many of its prompt's were restored, and not computed.
     """
 
     custom_id: str
@@ -368,6 +369,7 @@ class Progress:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     age_s: float | None = None
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -146,6 +146,10 @@ class PipelineDriver:
     def waiting(self) -> int:
         return self._scheduler.waiting + self._heads.waiting
 
+    def shared_tokens(self, slot: int) -> int:
+        """How many tokens of the prompt in a slot are restored, and not computed."""
+        return self._scheduler.requests[slot].shared_tokens
+
     def expect(self, requests: Sequence[Request]) -> None:
         """Make ready for `requests`. SpecError for one that can never run."""
         self._scheduler.expect(requests)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from threading import Condition, Lock
 
 from actors.messages import (
+    Admission,
     Finished,
     HeadId,
     MicroBatch,
@@ -157,6 +158,7 @@ class LiveRun:
         self._waits = waits
         self._tells_whole = not told_every
         self._names: dict[int, str] = {}  # by slot; none of requests that were given up
+        self._shared: dict[int, int] = {}  # tokens that prompts share, by slot, until they are told
         self._untold = UntoldTokens(told_every)
 
     def events(self) -> Iterator[tuple[Progress, ...]]:
@@ -176,8 +178,7 @@ class LiveRun:
             idle = False
             batch = self._driver.submit_next()
             if batch is not None:
-                new = {each.slot: each.custom_id for each in batch.admitted}
-                self._names |= {n: name for n, name in new.items() if not isinstance(name, HeadId)}
+                self._admit(batch.admitted)
             elif self._driver.under_way:
                 told += self._told_of(*self._driver.take_back())
             else:
@@ -186,6 +187,13 @@ class LiveRun:
                 yield told
             if idle and mail.closed:
                 return
+
+    def _admit(self, admitted: Sequence[Admission]) -> None:
+        for each in admitted:
+            if not isinstance(each.custom_id, HeadId):
+                self._names[each.slot] = each.custom_id
+                shared = self._driver.shared_tokens(each.slot)
+                self._shared[each.slot] = 0 if each.generated else shared
 
     def _take_in(self, mail: Mail) -> tuple[Progress, ...]:
         taken: list[Request] = []
@@ -240,7 +248,8 @@ class LiveRun:
             else:
                 known = (logprobs[row],) if row in logprobs else ()
                 age_s = None if reason is None else self._driver.take_age_s(name)
-                told.append(Progress(name, (token,), reason, logprobs=known, age_s=age_s))
+                shared = self._shared.pop(slot, 0)
+                told.append(Progress(name, (token,), reason, None, known, age_s, shared))
             if reason is not None:
                 del self._names[slot]
         return tuple(told)

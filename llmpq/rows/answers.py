@@ -31,7 +31,8 @@ class TextPiece:
 
     `reasoning`: what stands before it and is no part of the answer, where that is told apart;
     `new_tokens`: tokens generated since the piece before, end tokens included. `tokens`: those that
-    the text is of, where log-probabilities are wanted.
+    the text is of, where log-probabilities are wanted. `shared_tokens`: in a piece of each choice,
+    how many tokens of the prompt were not computed for it.
     """
 
     index: int
@@ -40,6 +41,7 @@ class TextPiece:
     tokens: tuple[TokenText, ...] = ()
     finish_reason: str | None = None
     reasoning: str | None = None
+    shared_tokens: int = 0
 
 
 def joined(parts: Sequence[TextPiece]) -> TextPiece:
@@ -48,15 +50,18 @@ def joined(parts: Sequence[TextPiece]) -> TextPiece:
         text="".join(piece.text for piece in parts),
         new_tokens=sum(piece.new_tokens for piece in parts),
         tokens=tuple(token for piece in parts for token in piece.tokens),
+        shared_tokens=sum(piece.shared_tokens for piece in parts),
     )
 
 
-def usage_content(prompt_tokens: int, new_tokens: int) -> Json:
-    return {
+def usage_content(prompt_tokens: int, new_tokens: int, shared_tokens: int) -> Json:
+    usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
         "total_tokens": prompt_tokens + new_tokens,
     }
+    details = {"prompt_tokens_details": {"cached_tokens": shared_tokens}} if shared_tokens else {}
+    return usage | details
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class _Choice:
         self._stops = StopStrings(request.sampling.stop)
         self._wants_tokens = request.top_logprobs is not None
         self._tokens: list[TokenText] = []
-        self._new_tokens = 0
+        self._new_tokens = self._shared_tokens = 0
         self._all_tokens = 0
         self._decoded = 0
         self._given = 0
@@ -105,6 +105,7 @@ class _Choice:
     async def add(self, event: TokenEvent) -> TextPiece | None:
         """The piece that is certain with one more token; None if it adds no text."""
         self._new_tokens += 1
+        self._shared_tokens += event.shared_tokens
         self._all_tokens += 1
         begin, before = self._decoded, self._detokenizer.before
         is_last = event.finish_reason == "stop"
@@ -129,7 +130,8 @@ class _Choice:
         tokens = tuple(t for t in self._tokens if is_whole or t.offset < self._given)
         self._tokens = self._tokens[len(tokens) :]
         new_tokens, self._new_tokens = self._new_tokens, 0
-        return TextPiece(self._index, text, new_tokens, tokens, reason)
+        shared, self._shared_tokens = self._shared_tokens, 0
+        return TextPiece(self._index, text, new_tokens, tokens, reason, shared_tokens=shared)
 
     async def _token_text(self, event: TokenEvent, begin: int, before: Sequence[int]) -> TokenText:
         decode = self._engine.decode

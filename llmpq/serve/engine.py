@@ -47,11 +47,14 @@ class QueueState:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A new token, in order; `stop`: it is an end token, or completes a stop string."""
+    """A new token, in order; `stop`: it is an end token, or completes a stop string.
+    `shared_tokens`, of the first one: how many of the prompt's were not computed for it.
+    """
 
     token_id: int
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
+    shared_tokens: int = 0
 
 
 class PromptError(Exception):

@@ -240,4 +240,6 @@ def _events(progress: Progress | None) -> Sequence[TokenEvent]:
         raise GenerationError(progress.error or "the model's output was not finite")
     ends = (*(None for _ in progress.token_ids[1:]), reason)
     logprobs = progress.logprobs or [None] * len(progress.token_ids)
-    return [TokenEvent(*each) for each in zip(progress.token_ids, ends, logprobs, strict=True)]
+    shared = (progress.shared_tokens, *(0 for _ in progress.token_ids[1:]))[: len(logprobs)]
+    told = zip(progress.token_ids, ends, logprobs, shared, strict=True)
+    return [TokenEvent(*each) for each in told]

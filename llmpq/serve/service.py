@@ -174,8 +174,13 @@ class _Job:
         answers = [joined(parts[index]) for index in sorted(parts)]
         choices = [self._form.whole(wanted.whole(answer)) for answer in answers]
         new_tokens = sum(answer.new_tokens for answer in answers)
+        shared_tokens = sum(answer.shared_tokens for answer in answers)
         content = self._head.content(self._form.whole_kind, choices)
-        return content | {"usage": usage_content(wanted.prompt_tokens, new_tokens)}
+        return content | {"usage": self._usage(wanted, new_tokens, shared_tokens)}
+
+    def _usage(self, wanted: Asked, new_tokens: int, shared_tokens: int) -> Json:
+        """The tokens of all answers; those of prompts are counted once."""
+        return usage_content(wanted.prompt_tokens, new_tokens, shared_tokens // self._body.answers)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; an `ApiError` is raised before the first of them, else one itself."""
@@ -195,13 +200,14 @@ class _Job:
     async def _chunks(self) -> AsyncGenerator[dict[str, object], None]:
         form = self._form
         wanted = await self._asked()
-        new_tokens = 0
+        new_tokens = shared_tokens = 0
         opened: set[int] = set()
         streams: dict[int, ReasoningStream] = {}
         async with aclosing(self._pieces(wanted)) as made:
             async for each in made:
                 piece = wanted.divide(each, streams)
                 new_tokens += piece.new_tokens
+                shared_tokens += piece.shared_tokens
                 if piece.index not in opened:
                     opened.add(piece.index)
                     opening = form.opening(piece.index)
@@ -212,7 +218,7 @@ class _Job:
                 if piece.finish_reason is not None:
                     yield self._chunk(form.closing(piece))
         if self._body.wants_usage:
-            usage = usage_content(wanted.prompt_tokens, new_tokens)
+            usage = self._usage(wanted, new_tokens, shared_tokens)
             yield self._head.content(form.chunk_kind, ()) | {"usage": usage}
 
     def _chunk(self, choice: Json) -> dict[str, object]:

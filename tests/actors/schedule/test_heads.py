@@ -122,6 +122,8 @@ def tokens_of(seed: int, most_tokens: int) -> tuple[dict[str, list[int]], set[st
     inbox, found = RandomInbox(random, requests), defaultdict[str, list[int]](list)
     for told in LiveRun(driver, inbox, LONGEST).events():
         for each in told:
+            has_told = bool(found[each.custom_id])
+            assert not each.shared_tokens or (most_tokens and not has_told)
             found[each.custom_id] += each.token_ids
             if each.finish_reason is not None:
                 inbox.ended.add(each.custom_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actors.messages import Request, TokenLogprobs
 from actors.sampling_options import Sampling
@@ -36,7 +36,8 @@ class PretendEngine:
     """Answers each request by the bytes that `answer` gives, then by the end token.
 
     `hold_after`: tokens after which generations wait for `go_on`; `fault` is raised after as many.
-    `live` are the ids of generations that run, `seen` all requests, `tokens` those given out.
+    `shared_tokens`: those of each prompt that are not computed. `live` are the ids of generations
+    that run, `seen` all requests, `tokens` those given out.
     """
 
     answer: Callable[[Request], bytes] = repeated
@@ -51,6 +52,7 @@ class PretendEngine:
     fault_after: int = 0
     model_name: str = "pretend"
     logprob: float = -0.5
+    shared_tokens: int = 0
     created_s: int = 1_700_000_000
     live: set[str] = field(default_factory=set)
     seen: list[Request] = field(default_factory=list)
@@ -92,7 +94,8 @@ class PretendEngine:
                 self.tokens += 1
                 ends = token_id in (END, *request.sampling.stop_token_ids)
                 reason = "stop" if ends else last
-                yield self._event(token_id, reason, request.top_logprobs)
+                event = self._event(token_id, reason, request.top_logprobs)
+                yield replace(event, shared_tokens=0 if number else self.shared_tokens)
                 await asyncio.sleep(0)
         finally:
             self.live.discard(request.custom_id)

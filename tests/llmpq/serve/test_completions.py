@@ -96,18 +96,24 @@ def test_every_form_of_a_prompt(prompt: object, wanted: list[str], is_streamed: 
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_several_answers_to_each_prompt(is_streamed: bool) -> None:
+def test_several_answers_to_each_prompt_which_share_a_head(is_streamed: bool) -> None:
     body = completion(prompt=["a", "b"], n=3, temperature=1, seed=7)
+    engine = PretendEngine(shared_tokens=64)
     if is_streamed:
         options = {"include_usage": True}
-        response = ask(COMPLETIONS, body | {"stream": True, "stream_options": options})
+        response = ask(COMPLETIONS, body | {"stream": True, "stream_options": options}, engine)
         chunks = events(response.text)
         found, usage = [*streamed_texts(chunks).values()], chunks[-1]["usage"]
     else:
-        content = ask(COMPLETIONS, body).json()
+        content = ask(COMPLETIONS, body, engine).json()
         found, usage = texts(content), content["usage"]
     assert sorted(found) == [f"<7 {number}>" for number in range(6)]
-    assert usage == {"prompt_tokens": 2, "completion_tokens": 36, "total_tokens": 38}
+    assert usage == {
+        "prompt_tokens": 2,
+        "completion_tokens": 36,
+        "total_tokens": 38,
+        "prompt_tokens_details": {"cached_tokens": 128},
+    }
 
 
 def test_a_seed_repeats_an_answer_and_no_seed_does_not() -> None:
