@@ -22,8 +22,10 @@ from planner.scheduling import RequestSchedule
 from tests.actors.configs import CONFIGS, LAYERS, STATE_CONFIGS
 from tests.actors.driving import run_dry
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import random_prompts, references, save_tiny, stages_of
+from tests.actors.models import random_prompts, references, save_tiny, specs_of, stages_of
+from tests.actors.thread_ranks import divided
 
+BOUNDS = (0, 2, LAYERS)
 NEW_TOKENS = 6
 LONGEST = 128
 SLOTS = 4
@@ -106,6 +108,18 @@ class CountingPipeline(LocalPipeline):
         return super().submit(batch, token_ids)
 
 
+def run(pipeline: LocalPipeline, policy: str, heads: PromptHeads, new: int) -> list[list[int]]:
+    greedy, expected = Sampling(ignore_eos=True), 1 if policy == "s3" else None
+    requests = [
+        Request(str(i), prompt, new, greedy, expected_tokens=expected)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    driver = PipelineDriver(make_scheduler(SIZES[policy], 2), pipeline, heads=heads)
+    driver.add(requests)
+    found = {each.custom_id: list(each.token_ids) for some in run_dry(driver) for each in some}
+    return [found[each.custom_id] for each in requests]
+
+
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -116,21 +130,30 @@ class CountingPipeline(LocalPipeline):
 )
 def test_tokens_are_those_of_generate(name: str, policy: str, tiny: Tiny) -> None:
     folder, expected = tiny(name)
-    sizes = SIZES[policy]
-    stages = stages_of(folder, (0, 2, LAYERS), SLOTS, LONGEST, parked_tokens=2 * KV_TOKENS)
+    stages = stages_of(folder, BOUNDS, SLOTS, LONGEST, parked_tokens=2 * KV_TOKENS)
     assert any(stage._cache._windows for stage in stages) == (name == "mistral-sliding")
     new = 1 if policy == "prefill" else NEW_TOKENS
-    greedy = Sampling(ignore_eos=True)
-    requests = [
-        Request(str(i), prompt, new, greedy, expected_tokens=1 if policy == "s3" else None)
-        for i, prompt in enumerate(PROMPTS)
-    ]
     pipeline, heads = CountingPipeline(stages), PromptHeads(KV_TOKENS)
-    driver = PipelineDriver(make_scheduler(sizes, 2), pipeline, heads=heads)
-    driver.add(requests)
-    found = {each.custom_id: list(each.token_ids) for some in run_dry(driver) for each in some}
-    assert [found[each.custom_id] for each in requests] == [tokens[:new] for tokens in expected]
+    assert run(pipeline, policy, heads, new) == [tokens[:new] for tokens in expected]
     assert heads.counts == SHARED
     again = 5 if policy == "s3" else 0  # tails that were preempted
     assert pipeline.prompt_tokens <= SHARED.prompt_tokens - SHARED.saved_tokens + again
     assert all(stage._cache.parked.tokens == 64 + 96 for stage in stages)
+
+
+def test_codes_of_keys_are_those_of_prompts_computed_whole(tiny: Tiny) -> None:
+    folder, _ = tiny("llama")
+    options = {"kv_bits": 8, "parked_tokens": KV_TOKENS}
+    pipeline = LocalPipeline(stages_of(folder, BOUNDS, SLOTS, LONGEST, **options))
+    whole = run(pipeline, "orca", PromptHeads(0), NEW_TOKENS)
+    assert run(pipeline, "orca", PromptHeads(KV_TOKENS), NEW_TOKENS) == whole
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen3_next"])
+def test_ranks_keep_what_they_hold_of_heads(name: str, tiny: Tiny) -> None:
+    folder, expected = tiny(name)
+    specs = specs_of(BOUNDS, SLOTS, LONGEST, parked_tokens=KV_TOKENS)
+    with divided(specs, (2, 2), folder) as stages:
+        found = run(LocalPipeline(stages), "static", PromptHeads(KV_TOKENS), NEW_TOKENS)
+    assert found == expected
