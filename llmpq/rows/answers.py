@@ -54,7 +54,7 @@ def joined(parts: Sequence[TextPiece]) -> TextPiece:
     )
 
 
-def usage_content(prompt_tokens: int, new_tokens: int, shared_tokens: int) -> Json:
+def usage_content(prompt_tokens: int, new_tokens: int, shared_tokens: int = 0) -> Json:
     usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
