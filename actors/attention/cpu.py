@@ -2,8 +2,8 @@
 request's keys and values in the cache, compiled by numba where that is installed.
 
 In prompts PyTorch's flash kernel takes 1.5 to 2 times as long at head sizes of 64 and 128 on
-processors without tiles for matrices (AMX), and half as long on those with them. Scores and their
-shares are float32 in both.
+processors without tiles for matrices (AMX), and half as long on those with them; it is faster too
+where bfloat16 is emulated (AVX2 alone). Scores and their shares are float32 in both.
 
 The flash kernel works on blocks of queries, and a decode step has one query; the kernel and a
 batched product also need requests of one length, or masks and copies. Here every request has its
@@ -39,7 +39,9 @@ def prefers_blocks(query: Tensor) -> bool:
     here.
     """
     on_cpu = query.device.type == "cpu" and query.dtype == torch.bfloat16
-    return on_cpu and query.shape[2] >= _LEAST_TOKENS and not has_matrix_tiles()
+    if not on_cpu or query.shape[2] < _LEAST_TOKENS:
+        return False
+    return not (has_matrix_tiles() or emulates(query.dtype, query.device))
 
 
 @cache
@@ -59,15 +61,14 @@ def attend_fresh(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
     group = heads // kv_heads
     asked = (query.float() * scale).view(kv_heads, group, tokens, head_dim)
     keys = key.float().transpose(1, 2).contiguous()
-    wide = torch.float32 if emulates(value.dtype, value.device) else value.dtype
-    values = value.to(wide).contiguous()
+    values = value.contiguous()
     out = torch.empty(kv_heads, group, tokens, width, dtype=query.dtype)
     for first in range(0, tokens, QUERIES_AT_ONCE):
         end = min(first + QUERIES_AT_ONCE, tokens)
         rows = asked[:, :, first:end].reshape(kv_heads, -1, head_dim)
         scores = torch.bmm(rows, keys[:, :, :end]).view(kv_heads, group, end - first, end)
         scores[..., first:] += _later(end - first)
-        shares = scores.softmax(-1).to(wide).view(kv_heads, -1, end)
+        shares = scores.softmax(-1).to(value.dtype).view(kv_heads, -1, end)
         out[:, :, first:end] = torch.bmm(shares, values[:, :end]).view(kv_heads, group, -1, width)
     return out.view(heads, tokens, width)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from quant.devices import emulates, ranges, row_blocks
+from quant.devices import ranges, row_blocks
 from quant.numba_loops import compiled_loop, has_numba, torch_threads
 
 BLOCK_ROWS = 64
@@ -164,7 +164,6 @@ def multiply_many(
     step = min(product_rows(columns), whole_blocks(rows))
     memory = torch.empty(step * columns, dtype=torch.bfloat16)
     out = x.new_empty(x.shape[0], rows)
-    wide = x.float() if emulates(x.dtype, x.device) else x
     decoder = None if _is_compiled(rows * columns) else _Decoder(columns, group)
     for block in stretches(rows, step):
         blob, own, size = blob_of(block), scale_zero[:, block], block.stop - block.start
@@ -172,12 +171,11 @@ def multiply_many(
         if size % BLOCK_ROWS:
             out[:, block] = multiply_few(x, blob, group, own.contiguous())
         elif decoder is None:
-            turned = _turned(weight.view(columns, size), blob, own, group)
-            out[:, block] = torch.mm(wide, turned.to(wide.dtype))
+            out[:, block] = torch.mm(x, _turned(weight.view(columns, size), blob, own, group))
         else:
             weight = weight.view(size, columns)
             decoder.fill(weight, blob, own)
-            out[:, block] = functional.linear(wide, weight.to(wide.dtype))
+            out[:, block] = functional.linear(x, weight)
     return out
 
 

@@ -63,11 +63,14 @@ def test_values_that_are_not_finite_stay_so() -> None:
 @pytest.mark.parametrize("has_tiles", [False, True])
 def test_what_is_left_to_pytorch(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "has_matrix_tiles", lambda: has_tiles)
+    monkeypatch.setattr(cpu, "emulates", lambda *_: False)
     long = torch.zeros(1, 2, 64, 8)
     assert prefers_blocks(long.bfloat16()) is not has_tiles
     assert not prefers_blocks(long)
     assert not prefers_blocks(long[:, :, :5].bfloat16())
     assert not prefers_blocks(long.bfloat16().to("meta"))
+    monkeypatch.setattr(cpu, "emulates", lambda *_: True)
+    assert not prefers_blocks(long.bfloat16())
 
 
 SCALE = 0.21
