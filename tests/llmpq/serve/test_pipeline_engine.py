@@ -52,7 +52,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
     path.write_text(CLUSTER)
     options = {"bits": [16], "dtype": "float32", "keep_all_devices": True, "theta": 1.0}
-    return Cluster.from_yaml(path).plan(MODEL, Workload(4, 32, NEW_TOKENS), **options)
+    return Cluster.from_yaml(path).plan(MODEL, Workload(4, 80, NEW_TOKENS), **options)
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,17 @@ async def assert_completions_have_them(engine: PipelineEngine) -> None:
     assert best["top_logprobs"] == [{token: own} for token, own in alone]
 
 
+async def assert_heads_are_shared(engine: PipelineEngine) -> None:
+    """A prompt that comes again is computed but for its last tokens, with the same answer."""
+    ids = (await engine.encode(Row("p", text="def f(x): return x\n" * 9)))[:70]
+    body = {"model": engine.model_name, "prompt": list(ids), "temperature": 0, "max_tokens": 5}
+    async with client_of(Service(engine, ServeOptions())) as client:
+        answers = [(await client.post(COMPLETIONS, json=body)).json() for _ in range(3)]
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    found = [each["usage"].get("prompt_tokens_details") for each in answers]
+    assert found == [None, {"cached_tokens": 64}, {"cached_tokens": 64}]
+
+
 @pytest.mark.parametrize("name", ["plan", pytest.param("divided", marks=pytest.mark.rare)])
 def test_many_answers_at_once_are_those_of_generate(
     name: str, request: pytest.FixtureRequest
@@ -176,6 +187,8 @@ def test_many_answers_at_once_are_those_of_generate(
 
         await asyncio.gather(*(answer(i, text) for i, text in enumerate(PROMPTS)))
         await assert_completions_have_them(engine)
+        if name == "plan":
+            await assert_heads_are_shared(engine)
         assert (engine.queue.waiting, engine.queue.running, engine.queue.kv_tokens_used) == (0,) * 3
 
     with_engine(request.getfixturevalue(name), use)
