@@ -9,6 +9,7 @@ The file is run by its path, without this project, by the prepared process and b
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
@@ -33,13 +34,16 @@ _PREPARED = (
     *("transformers.models.llama.modeling_llama", "actors.importance", "actors.stage.emulation"),
 )
 
+_PR_SET_PDEATHSIG = 1
+"""Of Linux, <sys/prctl.h>."""
+
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
 class WorkerForks:
     """The prepared process, which takes seconds to be ready and answers then; until `close`.
 
-    It has a session of its own with all its forks, and ends with them when this process does.
+    It has a session of its own, and ends with all its forks when this process does.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -66,9 +70,8 @@ class WorkerForks:
         return {"py_executable": shlex.join(program)}
 
     def close(self) -> None:
-        """End the prepared process and all its forks."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """End the prepared process, and with it all its forks."""
+        self._process.kill()
         self._process.communicate()
         self._folder.cleanup()
 
@@ -82,11 +85,14 @@ def serve(listener: socket.socket) -> None:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:
             shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
-            os.killpg(0, signal.SIGKILL)
+            return
         connection, _ = listener.accept()
+        parent = os.getpid()
         if os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setpgid(0, 0)  # Ray ends the whole group of a worker that has ended
+            end_with(parent)
             become_worker(connection)
         connection.close()
 
@@ -100,6 +106,13 @@ def prepare() -> None:
     if has_numba():
         importlib.import_module("numba")
     assert "ray" not in sys.modules
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process as soon as its `parent` has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def become_worker(connection: socket.socket) -> None:

@@ -26,7 +26,7 @@ torch = sys.modules.get("torch")
 print(json.dumps({
     "parent": os.getppid(), "arguments": sys.argv[1:], "folder": os.getcwd(),
     "variable": os.environ.get("OF_A_WORKER"), "nice": os.nice(0),
-    "threads": torch and torch.get_num_threads(),
+    "threads": torch and torch.get_num_threads(), "alone": os.getpgid(0) == os.getpid(),
 }), flush=True)
 sys.stdin.readline()
 """
@@ -66,7 +66,7 @@ def test_a_worker_is_a_fork_with_its_own_command_and_surroundings(program: Path)
     with start(forks, program) as first, start(forks, program) as second:
         found = [told(first), told(second)]
         (parent,) = {each.pop("parent") for each in found}
-        assert found == [{**surroundings, "threads": 2}] * 2
+        assert found == [{**surroundings, "threads": 2, "alone": True}] * 2
         prepared = psutil.Process(parent)
         assert prepared.ppid() == os.getpid()
         ends = prepared.children()
@@ -78,7 +78,8 @@ def test_a_worker_is_a_fork_with_its_own_command_and_surroundings(program: Path)
     assert not any(map(psutil.pid_exists, [parent, *(each.pid for each in ends)]))
     with start(forks, program) as third:  # there is nothing to fork: it becomes Python
         found = [told(third)]
-        assert found == [{**surroundings, "parent": os.getpid(), "threads": None}]
+        plain = {"parent": os.getpid(), "threads": None, "alone": False}
+        assert found == [{**surroundings, **plain}]
         third.communicate("\n")
 
 
