@@ -13,6 +13,7 @@ from ray.exceptions import RayTaskError
 from actors.processes.answers import get_answer, get_streamed
 from actors.processes.device import device_here, stage_environment
 from actors.processes.placement import DeviceRequest, place
+from actors.profiling.beside import others_busy
 from actors.profiling.loading import LoadTask, MeasuredLoad, time_loading
 from actors.profiling.task import ProfileState, ProfileTask, measure
 from planner.cluster.accelerators import Accelerator
@@ -75,4 +76,5 @@ def _measure_there(task: ProfileTask, accelerator: Accelerator) -> Iterator[Prof
             raise DeviceError(
                 f"the task was to measure a {accelerator.name}, but its node has {name}"
             )
-    yield from measure(task)
+    with others_busy(task):
+        yield from measure(task)

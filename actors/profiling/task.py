@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,8 @@ import torch
 
 from actors.attention.timer import AttentionTimer
 from actors.processes.device import device_here
-from actors.profiling.layers import PreparedWorkload, TimedLayers
+from actors.profiling.head import TimedHead
+from actors.profiling.layers import TimedLayers
 from actors.stage.model_config import config_of_values
 from planner.profiles.design import LayerWorkload
 from planner.scheduling import Phase
@@ -24,8 +25,8 @@ from quant.devices import local_processor
 from quant.linear import LayerForm
 
 # Products of 1.4 ms on one core with AVX512-BF16, 2 ms on a T4; sums of 64 and 512 MiB, more than
-# the caches of processors and of GPUs hold. In bfloat16 the product takes 1.5 s on a core with AVX2
-# alone, which computes in float32 and takes 7 ms for it.
+# the caches of processors and of GPUs hold. A core with AVX2 alone takes 1.5 s for the product in
+# bfloat16 and 7 ms in float32, which is taken there.
 _CPU_ROWS, _CPU_WIDTH, _CPU_ELEMENTS = 256, 1024, 16 * 2**20
 _GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 2048, 4096, 128 * 2**20
 
@@ -64,7 +65,8 @@ class ReferenceWork:
         if self._on_gpu:
             dtype = torch.float16
         elif dtype != torch.float32:
-            dtype = torch.bfloat16
+            has_products = "avx512_bf16" in local_processor(device).instruction_sets
+            dtype = torch.bfloat16 if has_products else torch.float32
         self._left = torch.full((rows, width), 0.5, dtype=dtype, device=device)
         self._right = torch.full((width, width), 0.5, dtype=dtype, device=device)
         self._memory = torch.ones(elements, device=device)
@@ -88,9 +90,8 @@ class ReferenceWork:
 _GROUP_BYTES = 1 << 30
 LEAST_ROUNDS = 9
 # A workload is known well enough when its median's relative standard error is below `_KNOWN`, or
-# when it has been timed for `_LONG_S`.
+# when it has been timed for long.
 _KNOWN = 0.01
-_LONG_S = 1.0
 TELL_S = 2.0  # between two reports of a group of workloads, which may take minutes
 # Standard error of a median, in interquartile ranges over the root of the number of samples (normal
 # noise).
@@ -100,12 +101,15 @@ _ERROR_OF_MEDIAN = 0.93
 @dataclass(frozen=True)
 class ProfileTask:
     """A measurement: `todo` has the workloads of every bitwidth, `config` the model's values,
-    `alike` the numbers of those of its layers that are meant, where not all are alike.
+    `alike` the numbers of those of its layers that are meant, where not all are alike; with
+    `is_head` its LM head is measured in place of layers. So many other processes of the node do the
+    same meanwhile as there are `beside` (`actors.profiling.beside`).
 
-    Each workload is passed `rounds` times in rounds of random order, less often where it is long or
-    its times agree; `budget_s` ends the task between two groups of workloads. `threads` None: as
-    many as torch takes. Times are corrected to a machine on which the reference work of each phase
-    takes `usual_reference_s`; None: its median during the task.
+    Each workload is passed `rounds` times in rounds of random order, less often where its times
+    agree, or where it has taken `long_s` in `least_rounds`; `budget_s` ends the task between two
+    groups of workloads. `threads` None: as many as torch takes. Times are corrected to a machine on
+    which the reference work of each phase takes `usual_reference_s`; None: its median during the
+    task.
     """
 
     config: Mapping[str, Any]
@@ -115,9 +119,28 @@ class ProfileTask:
     threads: int | None = None
     budget_s: float = float("inf")
     rounds: int = 100
+    least_rounds: int = LEAST_ROUNDS
+    long_s: float = 1.0
     seed: int = 0
     usual_reference_s: Mapping[Phase, float] | None = None
     alike: tuple[int, ...] = ()
+    is_head: bool = False
+    beside: int = 0
+
+
+class Timed(Protocol):
+    """What is passed through: layers or a head; what one has prepared is not for the other."""
+
+    def kv_bytes(self, workload: LayerWorkload) -> int: ...
+
+    def prepare(self, workload: LayerWorkload) -> Any: ...
+
+    def pass_through(
+        self,
+        prepared: Any,
+        timer: AttentionTimer | None = None,
+        experts: AttentionTimer | None = None,
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -177,10 +200,14 @@ class _Passes:
     reference_s: list[float] = field(default_factory=list)
     shares: list[tuple[float, float]] = field(default_factory=list)
 
-    def is_known(self, copies: int) -> bool:
+    def is_known(self, copies: int, task: ProfileTask) -> bool:
         """Whether more passes through `copies` layers would add little."""
-        if sum(self.seconds) * copies > _LONG_S:
+        if len(self.seconds) < task.least_rounds:
+            return False
+        if sum(self.seconds) * copies > task.long_s:
             return True
+        if len(self.seconds) < LEAST_ROUNDS:
+            return False
         measured = self.measured(usual_reference_s=1.0)
         return _ERROR_OF_MEDIAN * measured.spread < _KNOWN * math.sqrt(measured.repetitions)
 
@@ -243,13 +270,16 @@ class _Profiler:
                 found.setdefault((bits, name), []).append(each)
         return found
 
-    def _layers(self, bits: int, backend: str) -> TimedLayers:
+    def _layers(self, bits: int, backend: str) -> Timed:
         task, dtype = self._task, getattr(torch, self._task.dtype)
         form = LayerForm(bits, self._processor, dtype, self._device, backend)
-        return TimedLayers(config_of_values(task.config), form, task.seed, task.alike)
+        config = config_of_values(task.config)
+        if task.is_head:
+            return TimedHead(config, form)
+        return TimedLayers(config, form, task.seed, task.alike)
 
     def _groups(
-        self, layers: TimedLayers, workloads: Sequence[LayerWorkload]
+        self, layers: Timed, workloads: Sequence[LayerWorkload]
     ) -> Iterator[list[LayerWorkload]]:
         """Workloads in random order, together as far as their keys and values have room."""
         group: list[LayerWorkload] = []
@@ -264,26 +294,26 @@ class _Profiler:
         yield group
 
     def _measure(
-        self, layers: TimedLayers, bits: int, backend: str, group: Sequence[LayerWorkload]
+        self, layers: Timed, bits: int, backend: str, group: Sequence[LayerWorkload]
     ) -> Iterator[ProfileState]:
         """Pass every workload of `group` once a round, with reference work between two passes;
         yields how far that is every `TELL_S`.
         """
-        ready: list[tuple[_Passes, PreparedWorkload]] = []
+        ready: list[tuple[_Passes, Any]] = []
         for workload in group:
             try:
                 ready.append((_Passes(bits, workload, backend), layers.prepare(workload)))
             except torch.OutOfMemoryError:
                 self._too_large += 1
         told_s = time.monotonic()
-        for turn in range(self._task.rounds):
+        for _ in range(self._task.rounds):
             if time.monotonic() - told_s > TELL_S:
                 told_s = time.monotonic()
-                known = [turn >= LEAST_ROUNDS and one.is_known(p.copies) for one, p in ready]
+                known = [one.is_known(p.copies, self._task) for one, p in ready]
                 yield replace(self._state(), under_way=sum(known))
             before = self._reference.run()
             for passes, prepared in self._random.sample(ready, len(ready)):
-                if turn >= LEAST_ROUNDS and passes.is_known(prepared.copies):
+                if passes.is_known(prepared.copies, self._task):
                     continue
                 seconds, attention_s, experts_s = self._timed(layers, prepared)
                 after, phase = self._reference.run(), passes.workload.phase
@@ -293,7 +323,7 @@ class _Profiler:
                 before = after
         self._passes += [passes for passes, _ in ready]
 
-    def _timed(self, layers: TimedLayers, prepared: PreparedWorkload) -> tuple[float, float, float]:
+    def _timed(self, layers: Timed, prepared: Any) -> tuple[float, float, float]:
         """Seconds of a pass, and of attention and experts in it.
 
         Parts are timed where they run: alone, attention would find its keys and values in the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,10 @@ from planner.profiles.rows import ProfileRow, read_profiles, write_profiles
 from planner.profiles.selection import applies
 from planner.scheduling import PHASES, Phase
 from quant.common.errors import SpecError
+from quant.scheme import FULL_BITS
 
 if TYPE_CHECKING:
-    from actors.profiling.task import ProfileState
+    from actors.profiling.task import ProfileState, ProfileTask
 
 Report = Callable[[str], None]
 ReportParts = Callable[[int, int], None]
@@ -50,32 +52,44 @@ def devices_to_profile(cluster: ClusterSpec) -> tuple[Device, ...]:
     return tuple(kinds.values())
 
 
+def neighbours(cluster: ClusterSpec, device: Device) -> int:
+    """How many other CPUs of the node compute beside a CPU; GPUs do not share what they use."""
+    if not device.runs_on_cpu:
+        return 0
+    return Counter(each.node for each in cluster.devices if each.runs_on_cpu)[device.node] - 1
+
+
 @dataclass(frozen=True)
 class TimedKind:
-    """A kind of layers that are timed: the numbers of `alike` ones, none where all are."""
+    """A kind of layers that are timed, the numbers of `alike` ones (none where all are), or the LM
+    head.
+    """
 
     shape: ModelShape
     alike: tuple[int, ...]
+    is_head: bool = False
 
     @property
     def layer(self) -> LayerTerms:
-        return LayerTerms.of(self.shape)
+        return LayerTerms.of_head(self.shape) if self.is_head else LayerTerms.of(self.shape)
 
     @property
     def title(self) -> str:
         """The model, and which of its layers where they differ."""
+        if self.is_head:
+            return f"LM head of {self.shape.name}"
         words = self.shape.kind or kind_words(self.shape) or "other layers"
         return f"{self.shape.name}, {words}" if self.alike else self.shape.name
 
 
 def timed_kinds(shape: ModelShape) -> tuple[TimedKind, ...]:
-    """The kinds of layers of a model, those that take as long as one."""
+    """The kinds of layers of a model, those that take as long as one, and its head."""
     found: dict[LayerTerms, TimedKind] = {}
     shape = shape.plain
     for kind, own in enumerate(shape.kind_shapes):
         alike = tuple(n for n, each in enumerate(shape.pattern) if each == kind)
         found.setdefault(LayerTerms.of(own), TimedKind(own, alike))
-    return tuple(found.values())
+    return (*found.values(), TimedKind(shape, (), is_head=True))
 
 
 class Profile:
@@ -112,6 +126,8 @@ class Profile:
                     is_prefill = each.phase == "prefill"
                     layer = latency.layer_prefill_s if is_prefill else latency.layer_decode_s
                     pass_s = LAYERS_PASSED * layer(*sizes)
+                    if kind.is_head:
+                        pass_s = latency.final_s(device, each.batch_size, dtype)
                     most_s = options.rounds * pass_s
                     seconds += BESIDE_S + min(most_s, max(LEAST_ROUNDS * pass_s, LONG_S))
         return min(seconds, options.budget_s)
@@ -122,14 +138,18 @@ class Profile:
         return sum(len(workloads) for own in todo for workloads in own.values())
 
     def measure(
-        self, device: Device, report: ReportParts
+        self,
+        device: Device,
+        report: ReportParts,
+        run: Callable[[ProfileTask, Device], Iterator[ProfileState]],
+        beside: int = 0,
     ) -> tuple[list[tuple[ProfileRow, ...]], list[ProfileState]]:
-        """Measure what the file lacks of the design on `device`, writing as it goes; needs Ray.
+        """Measure what the file lacks of the design on `device` by `run`, writing as it goes, while
+        so many others of its node are busy `beside` it.
 
         Gives, of each of the `kinds`, all its rows on the device, old and new, and the state of its
         measurement at the end. `report` is told of points, also of those that are not written yet.
         """
-        from actors.profiling.on_cluster import measure_on_cluster
         from actors.profiling.task import ProfileTask
 
         dtype, began = device.compute_dtype(self._options.dtype), time.monotonic()
@@ -148,10 +168,12 @@ class Profile:
                 seed=self._options.seed,
                 usual_reference_s=_usual(states),
                 alike=kind.alike,
+                is_head=kind.is_head,
+                beside=beside,
             )
             held = self._rows
-            for state in measure_on_cluster(task, device):
-                rows = held + tuple(self._new_rows(kind, device, dtype, state))
+            for state in run(task, device):
+                rows = held + tuple(self._new_rows(kind, device, state, task))
                 if len(rows) > len(self._rows):
                     self._rows = rows
                     write_profiles(self._path, rows)
@@ -172,13 +194,15 @@ class Profile:
         options = self._options
         done = {(row.bits, workload_of(row)) for row in self._rows_of(kind, device, dtype)}
         planned = [w for phase in PHASES for w in design(options.space, phase, options.points)]
+        if kind.is_head:
+            planned = [LayerWorkload("decode", rows, 0) for rows in options.space.batch_sizes]
         return {
             bits: tuple(each for each in planned if (bits, each) not in done)
-            for bits in options.bits
+            for bits in ((FULL_BITS,) if kind.is_head else options.bits)
         }
 
     def _new_rows(
-        self, kind: TimedKind, device: Device, dtype: str, state: ProfileState
+        self, kind: TimedKind, device: Device, state: ProfileState, task: ProfileTask
     ) -> Iterator[ProfileRow]:
         for each in state.measured:
             workload, is_prefill = each.workload, each.workload.phase == "prefill"
@@ -195,8 +219,9 @@ class Profile:
                 seconds=each.seconds,
                 backend=each.backend,
                 backend_version=state.torch_version,
-                dtype=dtype,
+                dtype=task.dtype,
                 threads=device.threads,
+                beside=task.beside or None,
                 attention_s=each.attention_s,
                 experts_s=each.experts_s,
                 spread=each.spread,

@@ -24,6 +24,7 @@ from planner.costs.latency_model import (
 )
 from planner.costs.roofline import RooflineLatency
 from planner.profiles.layer_fit import (
+    REST,
     FitTask,
     LayerFit,
     Workload,
@@ -32,9 +33,10 @@ from planner.profiles.layer_fit import (
     parts_of,
     row_length,
 )
-from planner.profiles.layer_terms import LayerTerms, kind_words
+from planner.profiles.layer_terms import HEAD, LayerTerms, kind_words
 from planner.profiles.rows import ProfileRow
 from planner.profiles.selection import (
+    SelectedRows,
     TimeQuery,
     applies,
     describe_selections,
@@ -43,6 +45,7 @@ from planner.profiles.selection import (
 )
 from planner.scheduling import PHASES, Phase
 from quant.backends.table import HOST_BACKENDS
+from quant.scheme import FULL_BITS
 
 Precision = tuple[Device, int, str, Phase]
 
@@ -60,6 +63,7 @@ class FittedLatency(DerivedLatency):
         self._layer = LayerTerms.of(self.shape)
         self._fits: dict[Precision, LayerFit | None] = {}
         self._experts: dict[TimeQuery, Callable[[int], float] | None] = {}
+        self._heads: dict[tuple[Device, str], Callable[[int], float]] = {}
         self._plain = _of_plain_layer(profiles, fallback)
 
     def fitted_of_kind(self, kind: int) -> FittedLatency:
@@ -96,6 +100,36 @@ class FittedLatency(DerivedLatency):
         measured = self._experts_fit(host_cpu(device), bits, own, HOST_BACKENDS.get(bits))
         return found if measured is None else found._replace(computed_s=measured(tokens))
 
+    def final_s(self, device: Device, rows: int, dtype: str) -> float:
+        """As measured of this LM head or, in proportion to its size, of another one."""
+        if (device, dtype) not in self._heads:
+            self._heads[device, dtype] = self._head_fit(device, dtype)
+        return self._heads[device, dtype](rows)
+
+    def _head_rows(self, device: Device, dtype: str) -> SelectedRows:
+        """Heads as layers of no kind, of which those of other models may be taken."""
+        heads = tuple(
+            replace(row, layer=replace(row.layer, kind=""))
+            for row in self.profiles
+            if row.layer.kind == HEAD
+        )
+        layer = replace(LayerTerms.of_head(self.shape), kind="")
+        return select_rows(heads, TimeQuery(device, dtype, layer, FULL_BITS, "decode"))
+
+    def _head_fit(self, device: Device, dtype: str) -> Callable[[int], float]:
+        used = self._head_rows(device, dtype)
+        if not used.rows:
+            return lambda rows: self.model.final_s(device, rows, dtype)
+        layer = used.wanted.layer
+
+        def estimated(rows: int, _: int) -> LayerSeconds:
+            return LayerSeconds(0.0, self.model.final_s(device, rows, dtype))
+
+        at_once = _tokens_at_once(device)
+        task = FitTask(used.rows, "decode", layer, estimated, not used.problem, at_once)
+        fitted = task.part(REST, used.rows)
+        return lambda rows: fitted.seconds(layer, rows, 0)
+
     def _estimated_experts_s(self, device: Device, bits: int, dtype: str, tokens: int) -> float:
         return self.model.experts_s(device, bits, tokens, dtype)
 
@@ -110,7 +144,8 @@ class FittedLatency(DerivedLatency):
         found = select_all(self.profiles, device, dtype, self._layer, bits)
         estimate = self.model.provenance(device, dtype, bits)
         if self._plain is None or not all(used.problem for used in found):
-            return describe_selections(verb, found, estimate)
+            has_head = bool(self._head_rows(device, dtype).rows)
+            return describe_selections(verb, found, estimate, has_head)
         scaled = select_all(self.profiles, device, dtype, self._plain._layer, bits)
         if not any(used.rows for used in scaled):
             return estimate

@@ -16,6 +16,9 @@ from planner.scheduling import Phase
 Vector = npt.NDArray[np.float64]
 
 STATE = "state"
+HEAD = "head"
+"""The kind of rows of LM heads, which are no layers."""
+
 _WINDOW = re.compile(r"window (\d+)")
 _EXPERTS = re.compile(r"experts (\d+)x(\d+), asked (\d+)")
 
@@ -43,6 +46,12 @@ class LayerTerms:
             reading.kv_width,
             kind_words(shape),
         )
+
+    @classmethod
+    def of_head(cls, shape: ModelShape) -> LayerTerms:
+        """Those of the LM head, without attention, so that the widths of this say nothing."""
+        width = shape.word_embedding_size
+        return cls(width, width * shape.vocab_size, width, width, HEAD)
 
     def seen(self, length: int) -> float:
         """How many of so many tokens attention sees."""

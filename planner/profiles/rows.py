@@ -125,7 +125,8 @@ class ProfileRow:
     """A measured layer time: `prompt_length` tokens of each request enter (1 in decode) after
     `context_length` others, in the mean where requests are `unlike`. `backend`, `dtype` and
     `threads` match any where None. `attention_s` and `experts_s` are of `seconds`. `spread` is the
-    interquartile range over these, the median of `repetitions`.
+    interquartile range over these, the median of `repetitions`. So many other processes of the node
+    did the same meanwhile as stand `beside`.
     """
 
     device: str
@@ -147,6 +148,7 @@ class ProfileRow:
     repetitions: int | None = None
     unlike: bool = False
     experts_s: float | None = None
+    beside: int | None = None
     source: str = field(default="", compare=False)
 
     @staticmethod
@@ -177,7 +179,7 @@ def write_profiles(path: str | Path, rows: Iterable[ProfileRow]) -> None:
     columns = {
         name: of
         for name, (of, _, _) in _COLUMNS.items()
-        if name not in _OF_KINDS or any(of(row) for row in rows)
+        if name not in _WHERE_TOLD or any(of(row) for row in rows)
     }
     write_lines(Path(path), [*columns], ([of(row) for of in columns.values()] for row in rows))
 
@@ -332,8 +334,10 @@ _COLUMNS: dict[str, tuple[Callable[[ProfileRow], object], _Reader, bool]] = {
         _seconds,
         False,
     ),
+    "beside": (lambda row: row.beside, _COUNT, False),
 }
 """By column: its value of a row, how its text is read, and whether a file must have it."""
 
-_OF_KINDS = ("kind", "experts_ms_per_layer")
-"""Columns of files with rows of layers that are not alike, or have experts or states."""
+_WHERE_TOLD = ("kind", "experts_ms_per_layer", "beside")
+"""Columns of files in which a row has something to tell there: a kind of layers that are not alike,
+experts, LM heads, busy neighbours."""

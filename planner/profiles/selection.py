@@ -11,7 +11,11 @@ from planner.profiles.rows import ProfileRow
 from planner.scheduling import PHASES, Phase
 from quant.backends.table import backend_name
 from quant.common.errors import SpecError
-from quant.scheme import DTYPE_BYTES
+from quant.scheme import DTYPE_BYTES, Processor
+
+_PLAIN_CPU = Processor(instruction_sets=frozenset())
+
+HEAD_TOO = "LM head too, embedding by the datasheet"
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,15 @@ class TimeQuery:
         rows = row.batch_size if self.phase == "decode" else 0
         processor = self.device.accelerator.processor
         return backend_name(processor, self.bits, dtype, decode_rows=rows)
+
+    def is_timed_with(self, row: ProfileRow) -> bool:
+        """Whether the row's kernel is the one that computes: a CPU has that of its instructions, of
+        which a cluster file tells nothing.
+        """
+        known = [None, self.backend_of(row)]
+        if self.backend is None and self.device.accelerator.is_cpu:
+            known.append(backend_name(_PLAIN_CPU, self.bits, self.dtype))
+        return row.backend in known
 
     def dtype_of(self, row: ProfileRow) -> str:
         return row.dtype or self.device.default_dtype
@@ -68,7 +81,7 @@ CONDITIONS = (
     Condition(lambda wanted, row: row.bits == wanted.bits, lambda wanted, rows: "no rows"),
     Condition(lambda wanted, row: row.phase == wanted.phase, lambda wanted, rows: "no rows"),
     Condition(
-        lambda wanted, row: row.backend in (None, wanted.backend_of(row)),
+        TimeQuery.is_timed_with,
         lambda wanted, rows: (
             f"taken with the kernel {_listed(row.backend or '' for row in rows)}, not "
             f"{_listed(map(wanted.backend_of, rows))}"
@@ -124,8 +137,12 @@ def select_all(
     ]
 
 
-def describe_selections(verb: str, found: Sequence[SelectedRows], estimate: str) -> str:
-    """Describe from which rows times are taken (`verb` them); else `estimate` and the reason."""
+def describe_selections(
+    verb: str, found: Sequence[SelectedRows], estimate: str, has_head: bool = False
+) -> str:
+    """Describe from which rows times are taken (`verb` them); else `estimate` and the reason.
+    `has_head`: there are rows of LM heads too.
+    """
     rows = [row for used in found for row in used.rows]
     missing = [used for used in found if not used.rows]
     scaled = [used for used in found if used.rows and used.problem]
@@ -140,7 +157,7 @@ def describe_selections(verb: str, found: Sequence[SelectedRows], estimate: str)
     if missing:
         parts.append(f"{estimate} ({'; '.join(_problems(missing))})")
     if rows:
-        parts.append(f"embedding and LM head {estimate}")
+        parts.append(HEAD_TOO if has_head else f"embedding and LM head {estimate}")
     return "; ".join(parts)
 
 

@@ -36,7 +36,7 @@ from llmpq.cli.terminal import TaskProgress
 from llmpq.lengths.predictor import Agreement
 from llmpq.lengths.training import Judgement, ServedIds, TrainingOptions, judge, train
 from llmpq.model_check import checked_shape
-from llmpq.profile.layers import Profile, TimedKind, devices_to_profile
+from llmpq.profile.layers import Profile, TimedKind, devices_to_profile, neighbours
 from llmpq.profile.tables import hop_table, loading_table, parts_table, sum_table
 from llmpq.remote.session import ray_session
 from llmpq.report.layout import Fitting, new_table
@@ -74,7 +74,7 @@ def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
     from llmpq.profile.transfers import profile_links, profile_loading, profile_sums
 
     with ray_session(options.address if on_cluster else "local"):
-        done = [_measure_layers(profile, device) for device in devices]
+        done = [_measure_layers(profile, device, neighbours(cluster, device)) for device in devices]
         beside = []
         if not options.layers_only:
             with TaskProgress("measuring loading, hops and sums") as progress:
@@ -110,14 +110,18 @@ _EVEN_EXPERTS = (
 
 
 def _measure_layers(
-    profile: Profile, device: Device
+    profile: Profile, device: Device, beside: int
 ) -> tuple[list[tuple[ProfileRow, ...]], list[ProfileState]]:
     """Measure layer times of a device; says before how long that takes."""
+    from actors.profiling.on_cluster import measure_on_cluster
+
     name, points = device.accelerator.name, profile.points(device)
     with TaskProgress(f"{name}: layer times", "points") as progress:
         if points:
-            progress.say(f"{name}: {points} points to measure, {about(profile.expected_s(device))}")
-        return profile.measure(device, progress.report)
+            busy = f", while {beside} more of its node do the same" if beside else ""
+            how_long = about(profile.expected_s(device))
+            progress.say(f"{name}: {points} points to measure{busy}, {how_long}")
+        return profile.measure(device, progress.report, measure_on_cluster, beside)
 
 
 def _profile_options(given: argparse.Namespace) -> ProfileOptions:
@@ -152,6 +156,8 @@ def _print_profile(
     kind: TimedKind, device: Device, dtype: str, rows: Sequence[ProfileRow], state: ProfileState
 ) -> None:
     """Print the fit's error on held-out points, the parts of layers, and how much speed varied."""
+    if kind.is_head:
+        return  # a few rows, of no parts
     errors = held_out_errors(rows, RooflineLatency(kind.shape), device, dtype)
     title = (
         f"{kind.title} on {device.accelerator.name}, {dtype}"

@@ -6,13 +6,16 @@ import copy
 import itertools
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import PretrainedConfig
 
 from actors.attention.timer import AttentionTimer
+from actors.profiling.beside import others_busy
 from actors.profiling.layers import TimedLayers, longest_range
 from actors.profiling.loading import LoadTask, time_loading
 from actors.profiling.task import ProfileTask, ReferenceWork, _Passes, measure
@@ -22,6 +25,7 @@ from planner.costs.stored_bytes import layer_weight_bytes
 from planner.model.finding import shape_from_config
 from planner.model.layer_parts import Experts
 from planner.profiles.design import LayerWorkload
+from quant.common.errors import DeviceError
 from quant.devices import local_processor
 from quant.experts import QuantizedExperts
 from quant.linear import LayerForm
@@ -87,7 +91,7 @@ def test_each_kind_of_layers_is_timed_by_itself(name: str) -> None:
     shape = shape_from_config(name, json.loads(config.to_json_string(use_diff=False)))
     device: Any = Here()
     form, called = LayerForm(4, local_processor(CPU), torch.bfloat16, CPU), list[int]()
-    for kind in timed_kinds(shape):
+    for kind in timed_kinds(shape)[:-1]:  # the last one is the head
         layers = TimedLayers(config, form, alike=kind.alike)
         for index, layer in zip(layers._own, layers._layers, strict=True):
             layer.register_forward_hook(lambda *_, index=index: called.append(index))
@@ -237,6 +241,34 @@ def test_a_task_measures_every_workload_or_says_what_is_left(
     assert (state.measured, state.left) == ((), 4)
 
 
+def test_a_head_takes_longer_for_more_rows() -> None:
+    todo = {16: tuple(LayerWorkload("decode", rows, 0) for rows in (1, 256))}
+    wide = TINY | {"vocab_size": 32768}
+    *_, state = measure(ProfileTask(wide, "float32", todo, threads=1, rounds=9, is_head=True))
+    few, many = sorted(state.measured, key=lambda each: each.workload.batch_size)
+    assert (few.attention_s, few.experts_s) == (None, None)
+    assert many.raw_s > 3 * few.raw_s
+
+
+@pytest.mark.rare
+def test_other_processes_are_busy_as_long_as_it_is_measured() -> None:
+    todo = {16: (LayerWorkload("decode", 1, 0),)}
+    task = ProfileTask(TINY, "float32", todo, threads=1, rounds=1, is_head=True, beside=1)
+    with others_busy(task):
+        (child,) = (each for each in psutil.Process().children() if "beside" in str(each.cmdline()))
+        before = child.cpu_times().user
+        while child.cpu_times().user < before + 0.1:
+            *_, state = measure(task)
+    assert len(state.measured) == 1
+    assert not child.is_running()
+
+
+def test_a_process_that_cannot_be_busy_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.profiling.beside.sys.executable", "/bin/false")
+    with pytest.raises(DeviceError, match="busy beside"):
+        others_busy(ProfileTask(TINY, "float32", {}, beside=1)).__enter__()
+
+
 def test_reference_work_takes_some_time() -> None:
     work = ReferenceWork(CPU)
     first = work.now()
@@ -266,12 +298,16 @@ def test_prompts_pass_in_the_parts_of_a_stage(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_workload_is_known_by_its_noise_or_its_length() -> None:
+    task = ProfileTask(TINY, "float32", {})
     quiet = _Passes(16, DECODE, "plain", seconds=[1e-3, 1.001e-3] * 8, reference_s=[1e-3] * 16)
-    assert quiet.is_known(copies=4)
+    assert quiet.is_known(4, task)
     noisy = _Passes(16, DECODE, "plain", seconds=[1e-3, 2e-3] * 8, reference_s=[1e-3] * 16)
-    assert not noisy.is_known(copies=4)
+    assert not noisy.is_known(4, task)
     slow = _Passes(16, DECODE, "plain", seconds=[0.1, 0.2] * 8, reference_s=[1e-3] * 16)
-    assert slow.is_known(copies=4)
+    assert slow.is_known(4, task)
+    once = _Passes(16, DECODE, "plain", seconds=[0.3], reference_s=[1e-3])
+    assert not once.is_known(4, task)
+    assert once.is_known(4, replace(task, least_rounds=1))
 
 
 def test_every_bitwidth_is_loaded_from_where_it_can_come() -> None:

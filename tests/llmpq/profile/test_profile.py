@@ -15,8 +15,9 @@ from llmpq.profile.layers import workload_of
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
+from planner.profiles.design import DesignSpace
 from planner.profiles.fit import predicted_s
-from planner.profiles.layer_terms import LayerTerms
+from planner.profiles.layer_terms import HEAD, LayerTerms
 from planner.profiles.links import LoadRow, links_beside, links_path, loading_path
 from planner.profiles.rows import read_profiles, read_table
 from planner.search.request import latency_model_of
@@ -63,8 +64,12 @@ def test_the_file_has_the_design_and_is_planned_with(
     assert (
         times.read_text()
         .splitlines()[0]
-        .endswith(",attention_ms_per_layer,spread,repetitions,lengths")
+        .endswith(",attention_ms_per_layer,spread,repetitions,lengths,kind")
     )
+    heads = [row for row in rows if row.layer.kind == HEAD]
+    assert sorted(row.batch_size for row in heads) == [*DesignSpace().batch_sizes]
+    assert {row.layer.linear_parameters for row in heads} == {64 * TINY["vocab_size"]}
+    rows = rows[: -len(heads)]
     assert len({(r.bits, workload_of(r)) for r in rows}) == len(rows) == 20
     assert {r.backend for r in rows} == {"int4pack", "plain"}
     assert all(r.spread is not None and r.repetitions == 1 and r.threads == 1 for r in rows)
@@ -134,7 +139,7 @@ def test_a_spent_budget_says_how_many_points_remain(
     path = tmp_path / "p.csv"
     options = ["--model", model, "-o", str(path), "--budget_s", "1e-9", *SMALL]
     assert profile_main(options) == 0
-    assert "20 points remain" in capsys.readouterr().out
+    assert "30 points remain" in capsys.readouterr().out
     assert read_profiles(path) == ()
 
 
@@ -143,7 +148,7 @@ def test_a_ray_task_measures_the_cpu_of_a_cluster(model: str, tmp_path: Path) ->
     path = tmp_path / "p.csv"
     command = ["--model", model, "-o", str(path), "--cluster", str(tmp_path / "cluster.yaml")]
     assert profile_main([*command, *SMALL]) == 0
-    assert len(read_profiles(path)) == 20
+    assert len(read_profiles(path)) == 30
 
 
 @pytest.mark.parametrize(
@@ -212,7 +217,7 @@ def test_kinds_of_layers_are_measured_and_planned_with(
     latency = latency_model_of(
         cluster, model_shape(str(folder)), PlanOptions(profiles=path, profile_use="measured")
     )
-    for row in rows:
+    for row in rows[: -len(DesignSpace().batch_sizes)]:
         own = latency.of_kind([LayerTerms.of(kind) for kind in kinds].index(row.layer))
         found = predicted_s(own, cluster.devices[0], row, "bfloat16")
         assert found == pytest.approx(row.seconds)

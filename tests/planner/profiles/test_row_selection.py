@@ -54,8 +54,8 @@ REASONS = pytest.mark.parametrize(
         ({"dtype": "float32"}, "bits 8, 16: taken in float32, not bfloat16"),
         ({"kinds": [("prefill", 3)]}, "bits 8, 16: no rows"),
         (
-            {"kinds": [("prefill", 8)], "backend": "int8pack"},
-            "the kernel int8pack, not onednn_w8a8",
+            {"kinds": [("prefill", 8)], "backend": "torch_8bit"},
+            "the kernel torch_8bit, not onednn_w8a8",
         ),
         ({"kinds": []}, "bits 8, 16: no rows"),
     ],
