@@ -159,7 +159,7 @@ def expected_perplexity(forecast: PerplexityForecast) -> str:
 
 def beside(plan: PlanSpec, baseline: Baseline) -> str:
     if baseline.latency_s is None or baseline.sensitivity is None:
-        return f"{baseline.name}: no one bitwidth fits"
+        return f"{baseline.name}: no plan with one bitwidth"
     ratio = baseline.latency_s / plan.predicted.latency_s
     return (
         f"{baseline.name} ({baseline.bitwidth} bit): {duration(baseline.latency_s)} "

@@ -142,7 +142,7 @@ def comparison_table(plan: PlanSpec) -> RenderableType:
     rows = [("llmpq", "/".join(map(str, used)), *speed, number(plan.solver.sensitivity), "")]
     for b in plan.baselines:
         if b.latency_s is None or b.tokens_per_s is None or b.sensitivity is None:
-            rows.append((b.name, "", "no one bitwidth fits", "", "", ""))
+            rows.append((b.name, "", "no plan with one bitwidth", "", "", ""))
             continue
         speed = duration(b.latency_s), per_second(b.tokens_per_s)
         faster = times(b.latency_s / p.latency_s)
