@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmpq.keywords import PlanKeywords, lists_options
 from llmpq.model_check import checked_shape
 from llmpq.plan import Fleet, Plan
+from llmpq.profile.first_use import with_own_times
 from llmpq.workload import LEAVE
 from llmpq.workload.input_job import InputJob, LongRows
 from llmpq.workload.long_rows import naming
@@ -93,7 +94,7 @@ class Cluster:
         `objective`, `method`, `solver`, `group`, … Raises `SpecError` for what cannot be planned as
         asked and `InfeasibleError` when it does not fit.
         """
-        shape, chosen = checked_shape(model), PlanOptions.of(options)
+        shape, chosen = checked_shape(model), self._options(model, options)
         if chosen.bounds_requests:
             return Plan(bounded_plan(self.spec, shape, str(model), requests_of(workload), chosen))
         if isinstance(workload, RequestLengths | Requests):
@@ -119,7 +120,7 @@ class Cluster:
         """Requests per second over bounds on their latency, for every kind of schedule; workload,
         options and errors as in `plan` with `max_request_latency_s`.
         """
-        chosen = PlanOptions.of({"max_request_latency_s": UNBOUNDED, **options})
+        chosen = self._options(model, {"max_request_latency_s": UNBOUNDED, **options})
         request = bound_request(requests_of(workload), chosen)
         return kind_fronts(self.spec, checked_shape(model), request, chosen)
 
@@ -137,7 +138,7 @@ class Cluster:
         `options` and errors as in `plan`; those of one pipeline are refused. A batch is a job of so
         many prompts here.
         """
-        shape, chosen = checked_shape(model), PlanOptions.of(options)
+        shape, chosen = checked_shape(model), self._options(model, options)
         if isinstance(workload, InputJob) and workload.long_rows is not None:
             raise SpecError(
                 f"{workload.long_rows.rows.are} much longer than the others "
@@ -151,6 +152,10 @@ class Cluster:
                 self.spec, shape, str(model), as_job(ordinary), chosen, number_of(replicas)
             )
             return Fleet(find_fleet(request))
+
+    def _options(self, model: str | Path, given: Mapping[str, Any]) -> PlanOptions:
+        """The options, with times of this machine's CPU where they name no others."""
+        return with_own_times(self.spec, model, PlanOptions.of(given))
 
     def _long_plan(self, model: str | Path, long: LongRows, chosen: PlanOptions) -> PlanSpec:
         """The plan of long rows; sizes that were fixed for the others are open again."""
@@ -178,7 +183,7 @@ class Cluster:
         long rows it is the front of the others.
         """
         refuse_ignored({"pareto": True, **options}, FRONT_RULES)
-        chosen, shape = PlanOptions.of(options), checked_shape(model)
+        shape, chosen = checked_shape(model), self._options(model, options)
         ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
         return trace_front(self.spec, shape, ordinary, chosen, most_points)
 

@@ -53,6 +53,7 @@ class PlanKeywords(TypedDict, total=False):
     kv_bits: int | str
     memory_margin: float
     strict_profiles: bool
+    no_measuring: bool
     policy: PolicyName
     max_batch_size: int | None
     prefill_chunk_tokens: int | None

@@ -209,6 +209,10 @@ class PlanOptions:
     strict_profiles: bool = flag(
         "refuse to plan where a layer's time does not come from the profiles"
     )
+    no_measuring: bool = flag(
+        "plan for this machine's CPU by typical figures, where there are no profiles; else its "
+        "kernels are measured once, which takes seconds (also: LLMPQ_NO_MEASURING=1)"
+    )
     policy: PolicyName = option(
         POLICY_NAMES,
         "scheduling to plan for: micro-batches of one phase (static), or at every iteration anew "

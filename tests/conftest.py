@@ -20,6 +20,8 @@ from tests.made_once import FOLDER
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # Workers that Ray starts before anyone asks are of no use: those of tests are forks.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+# Plans must not depend on the machine.
+os.environ.setdefault("LLMPQ_NO_MEASURING", "1")
 # Ray gives workers the last place, behind the other process of tests that does not wait for them.
 os.environ.setdefault("RAY_worker_niceness", "0")
 

@@ -37,7 +37,8 @@ _GROUPS = {
     "output_lengths",
     "output": "output report trace pareto compare json",
     "bits and types": "bits kv_bits dtype rounding omega_file importance",
-    "measured times": "profiles strict_profiles profile_use|fit|use_profiler_prediction",
+    "measured times": "profiles strict_profiles no_measuring "
+    "profile_use|fit|use_profiler_prediction",
     "schedule": "policy predictor max_batch_size prefill_chunk_tokens prefill_micro_batch "
     "decode_micro_batch",
     "search": "method shaq_efficient solver objective group head all_orders search_time_limit "

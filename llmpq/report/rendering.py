@@ -84,7 +84,7 @@ def write_page(path: Path, text: str, what: str = "report") -> None:
 
 CLUSTER_FILE = "cluster.yaml"
 PROMPTS_FILE = "prompts.jsonl"
-_FLAGS = ("all_orders", "keep_all_devices", "strict_profiles")
+_FLAGS = ("all_orders", "keep_all_devices", "strict_profiles", "no_measuring")
 _OWN_FORM = ("bits", "profile_use")
 
 

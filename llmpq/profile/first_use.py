@@ -1,0 +1,207 @@
+"""Times of this machine's CPU for plans without a profile: measured once by a short child process.
+
+They lie in the user's cache folder, in a file that never changes, for each kind of layers, number
+of threads, processor and version of the libraries that compute.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from actors.processes.device import stage_environment
+from llmpq.profile.layers import Profile, neighbours, timed_kinds
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
+from planner.costs.roofline import PROVENANCE
+from planner.model.finding import model_config, shape_from_config
+from planner.model.shape import ModelShape
+from planner.options import PlanOptions
+from planner.profiles.design import DesignSpace, ProfileOptions
+from quant.common.errors import LlmpqError, SpecError
+from quant.common.files import user_cache_folder
+
+OFF = "LLMPQ_NO_MEASURING"
+"""The variable of the environment that stands for `no_measuring`, where it is not empty."""
+
+_LARGEST_LAYER = 1 << 25
+"""Weights of a layer that is measured itself: more take too long to be made and rounded."""
+
+_STANDS_FOR_LARGER: Mapping[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 1536,
+    "intermediate_size": 4224,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+"""A layer whose weights, 57 MB in 16 bit, lie outside of most caches, as those of larger ones."""
+
+_DESIGN = ProfileOptions(
+    points=5,
+    rounds=5,
+    space=DesignSpace((1, 8, 32), 16, 512, prefill_tokens=256, decode_tokens=4096),
+)
+"""Prompts beyond the rows from which kernels restore weights, and decode steps of few requests."""
+
+_LONG_S = 0.1
+"""Seconds after which a workload is passed no more."""
+
+_LIMIT_S = 120.0
+_LIBRARIES = ("llmpq", "torch", "numba", "transformers")
+
+
+def with_own_times(cluster: ClusterSpec, model: str | Path, options: PlanOptions) -> PlanOptions:
+    """`options` with a profile of this machine's CPU, where the cluster has it as a device and
+    nothing else is asked for. Warns where it cannot be measured.
+    """
+    asked = options.profiles is None and not options.no_measuring and not os.environ.get(OFF)
+    device = _own_cpu(cluster) if asked else None
+    if device is None:
+        return options
+    try:
+        return replace(options, profiles=_times(cluster, device, str(model), options))
+    except (OSError, RuntimeError, subprocess.SubprocessError, LlmpqError) as error:
+        warnings.warn(
+            f"this CPU's kernels cannot be measured ({error}); times are {PROVENANCE}", stacklevel=3
+        )
+        return options
+
+
+def _own_cpu(cluster: ClusterSpec) -> Device | None:
+    """A CPU of the cluster where all of these are this machine's, of one number of threads: those
+    of nodes of its name, or of the only node if it has so many cores.
+    """
+    cpus = [each for each in cluster.devices if each.accelerator.is_cpu and not each.emulated]
+    nodes = {each.node for each in cluster.devices}
+    threads = sum(each.threads or 1 for each in cpus)
+    is_only = (
+        len(nodes) == 1 and threads <= (os.cpu_count() or 1) and "RAY_ADDRESS" not in os.environ
+    )
+    is_named = {each.node for each in cpus} <= {platform.node(), "localhost"}
+    if not cpus or len({each.threads for each in cpus}) > 1 or not (is_only or is_named):
+        return None
+    return cpus[0]
+
+
+def _times(cluster: ClusterSpec, device: Device, model: str, options: PlanOptions) -> str:
+    """The file of the times, which are measured if it is not there."""
+    config, dtype = model_config(model), device.compute_dtype(options.dtype)
+    shape = shape_from_config(model, config)
+    if max(each.layer_parameters for each in shape.plain.kind_shapes) > _LARGEST_LAYER:
+        config, model = _STANDS_FOR_LARGER, "LLaMA layer"
+        shape = shape_from_config(model, config)
+    task: dict[str, Any] = {
+        "name": Path(model).name,
+        "config": dict(config),
+        "dtype": dtype,
+        "threads": device.threads or 1,
+        "beside": neighbours(cluster, device),
+    }
+    folder = user_cache_folder() / "cpu_times"
+    path = folder / f"cpu-{_digest(task, shape)}.csv"
+    if path.exists():
+        return str(path)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two that measure at once would slow each other down
+        if not path.exists():
+            _tell(task)
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                made = Path(own) / path.name
+                _measure_in_child({**task, "path": str(made)}, task["threads"])
+                made.rename(path)
+    return str(path)
+
+
+def _digest(task: Mapping[str, Any], shape: ModelShape) -> str:
+    layers = [asdict(kind.layer) for kind in timed_kinds(shape)]
+    known = {name: each for name, each in task.items() if name not in ("name", "config")}
+    text = json.dumps([known, layers, _processor(), _versions()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _processor() -> list[str]:
+    """The model and the instruction sets of this machine's CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return [platform.machine(), platform.processor()]
+    told = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
+    found = {name.strip(): value.strip() for name, value in told.items()}
+    return [found.get(name, "") for name in ("model name", "flags", "Features")]
+
+
+def _versions() -> list[str]:
+    found = []
+    for name in _LIBRARIES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(name)
+    return found
+
+
+def _tell(task: Mapping[str, Any]) -> None:
+    beside = f" beside {task['beside']} more" if task["beside"] else ""
+    print(
+        f"measuring this CPU's kernels, once: layers of {task['name']} at {task['threads']} "
+        f"threads{beside} (--no_measuring plans by typical figures)",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _measure_in_child(task: Mapping[str, Any], threads: int) -> None:
+    """Measure in a process that starts as a stage's, apart from this one, which needs no torch."""
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(task),
+        env={**os.environ, **stage_environment(threads), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise SpecError(said[-1])
+
+
+def main() -> None:
+    """Measure what stands in the input."""
+    task = json.load(sys.stdin)
+    node = {"accelerators": {"CPU": 1}, "memory_gib": 1, "threads": task["threads"]}
+    (device,) = ClusterSpec.from_dict({"name": "here", "nodes": [node]}).devices
+    options = replace(_DESIGN, dtype=task["dtype"])
+    shape = shape_from_config(task["name"], task["config"])
+    profile = Profile(Path(task["path"]), task["config"], shape, options)
+    profile.measure(device, lambda *_: None, _here, task["beside"])
+
+
+def _here(task: Any, _: Device) -> Any:
+    from actors.profiling.beside import others_busy
+    from actors.profiling.task import measure
+
+    quick = replace(task, least_rounds=1, long_s=_LONG_S)
+    with others_busy(quick):
+        yield from measure(quick)
+
+
+if __name__ == "__main__":
+    main()

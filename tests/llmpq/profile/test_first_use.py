@@ -1,0 +1,91 @@
+"""Plans for this machine's CPU rest on its own times, which are measured once."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq import Cluster, Workload
+from llmpq.profile import first_use
+from llmpq.profile.first_use import OFF, with_own_times
+from planner.cluster.file import local_cpus
+from planner.cluster.spec import ClusterSpec
+from planner.options import PlanOptions
+from planner.profiles.layer_terms import HEAD
+from planner.profiles.rows import read_profiles
+from quant.common.errors import SpecError
+from tests.actors.profiling.test_layers import TINY
+
+HERE = ClusterSpec.from_dict(
+    {"name": "here", "nodes": [{"name": "any", **local_cpus(1), "memory_gib": 1.0}]}
+)
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A tiny model, an empty cache, and a child that is this process and passes everything once."""
+
+    def here(task: Mapping[str, Any], threads: int) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(task)))
+        first_use.main()
+
+    monkeypatch.delenv(OFF)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(first_use, "_measure_in_child", here)
+    monkeypatch.setattr(first_use, "_DESIGN", replace(first_use._DESIGN, rounds=1))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def test_times_are_measured_once_and_planned_with(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Cluster(HERE).plan(model, Workload(4, 16, 8), bits=[4, 8, 16])
+    assert "measuring this CPU's kernels, once: layers of" in capsys.readouterr().err
+    assert plan.spec.origin is not None
+    path = str(plan.spec.origin.options.profiles)
+    rows = read_profiles(path)
+    assert {row.bits for row in rows} == {3, 4, 8, 16}
+    assert any(row.layer.kind == HEAD for row in rows)
+    (stage,) = plan.stages
+    assert f"profile rows of {Path(path).name}" in stage.provenance
+    assert "estimated" not in stage.provenance
+    again = with_own_times(HERE, model, PlanOptions())
+    assert (again.profiles, capsys.readouterr().err) == (path, "")
+    float32 = with_own_times(HERE, model, PlanOptions(dtype="float32"))
+    assert float32.profiles != path
+
+
+def test_nothing_is_measured_where_it_is_not_wanted_or_the_machine_is_another(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = PlanOptions(profiles="times.csv")
+    assert with_own_times(HERE, model, named) is named
+    off = PlanOptions(no_measuring=True)
+    assert with_own_times(HERE, model, off) is off
+    node = {"accelerators": {"CPU": 1}, "memory_gib": 1.0, "threads": (os.cpu_count() or 1) + 1}
+    larger = ClusterSpec.from_dict({"name": "larger", "nodes": [{"name": "other", **node}]})
+    gpu = ClusterSpec.from_counts(["T4"], [1])
+    for cluster in (larger, gpu):
+        assert with_own_times(cluster, model, PlanOptions()).profiles is None
+    monkeypatch.setenv(OFF, "1")
+    assert with_own_times(HERE, model, PlanOptions()).profiles is None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_cannot_be_measured_is_estimated(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(task: Mapping[str, Any], threads: int) -> None:
+        raise SpecError("no torch")
+
+    monkeypatch.setattr(first_use, "_measure_in_child", fails)
+    with pytest.warns(UserWarning, match="no torch.*estimated"):
+        assert with_own_times(HERE, model, PlanOptions()).profiles is None
