@@ -58,6 +58,7 @@ def main() -> None:
         for name, tree in trees.items():
             for run, figures in starts(tree.resolve()):
                 found[name, run].append(figures)
+                print(name, run, figures, file=sys.stderr, flush=True)
     kinds = dict.fromkeys(f"CPU: {kind}" for kind in ("driver", *KINDS.values(), "all"))
     print(f"{processor_name()}, {os.cpu_count()} cores, medians of {options.turns} turns\n")
     print(header(["checkout", "run", *TIMES, *kinds]))
@@ -97,7 +98,9 @@ def watched(process: subprocess.Popen[bytes], job: Path, began_s: float) -> dict
         with suppress(psutil.Error):
             for each in (root, *root.children(recursive=True)):
                 with suppress(psutil.Error):
-                    kind = "driver" if each == root else kind_of(" ".join(each.cmdline()))
+                    if not (command := each.cmdline()):  # it has just ended
+                        continue
+                    kind = "driver" if each == root else kind_of(" ".join(command))
                     used = each.cpu_times()
                     cpu_s[each.pid] = kind, used.user + used.system
                     seen.setdefault(kind, time.monotonic() - began_s)
