@@ -55,10 +55,10 @@ class Decoder:
     def forget(self) -> None:
         self._llama.llama_memory_clear(self._memory, True)
 
-    def copy_head(self, sequences: int, tokens: int) -> None:
-        """Give what sequence 0 has of its first tokens to all others."""
+    def copy_head(self, sequences: int) -> None:
+        """Give all that sequence 0 has to the others."""
         for sequence in range(1, sequences):
-            self._llama.llama_memory_seq_cp(self._memory, 0, sequence, 0, tokens)
+            self._llama.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
 
     def decode(self, entries: Sequence[Entry]) -> dict[int, int]:
         """Compute a batch; the likeliest next token of each sequence that asks for it."""
@@ -96,7 +96,7 @@ def generate(decoder: Decoder, prompts: Prompts, new_tokens: int, head_tokens: i
     if head_tokens:
         head = [(token, at, 0, False) for at, token in enumerate(prompts[0][:head_tokens])]
         in_batches(head, decoder.decode)
-        decoder.copy_head(len(prompts), head_tokens)
+        decoder.copy_head(len(prompts))
     rest = [
         (token, at, sequence, at == len(prompt) - 1)
         for sequence, prompt in enumerate(prompts)
