@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -12,10 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from pydantic import TypeAdapter
+
 from actors.profiling.task import ProfileTask, measure
 from quant.common.errors import DeviceError
 
 _BEGUN = b"begun\n"
+_TASKS = TypeAdapter(ProfileTask)
+_ENDLESS_S = 1e9
+"""JSON has no infinite numbers."""
 
 
 @contextmanager
@@ -38,7 +42,8 @@ def others_busy(task: ProfileTask) -> Iterator[None]:
         for number, each in enumerate(others, 1):
             assert each.stdin is not None
             with suppress(BrokenPipeError):  # it says nothing then
-                each.stdin.write(pickle.dumps(replace(task, beside=0, seed=task.seed + number)))
+                own = replace(task, beside=0, seed=task.seed + number, budget_s=_ENDLESS_S)
+                each.stdin.write(_TASKS.dump_json(own) + b"\n")
         for each in others:
             assert each.stdout is not None
             if each.stdout.readline() != _BEGUN:
@@ -57,7 +62,7 @@ def others_busy(task: ProfileTask) -> Iterator[None]:
 
 def main() -> None:
     """Work until the process that started this one closes the pipe, also by its end."""
-    task: ProfileTask = pickle.load(sys.stdin.buffer)
+    task = _TASKS.validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.stdout.buffer.write(_BEGUN)
     sys.stdout.buffer.flush()

@@ -61,7 +61,7 @@ _DESIGN = ProfileOptions(
 _LONG_S = 0.1
 """Seconds after which a workload is passed no more."""
 
-_LIMIT_S = 120.0
+_LIMIT_S = 60.0
 _LIBRARIES = ("llmpq", "torch", "numba", "transformers")
 
 
