@@ -182,7 +182,9 @@ class PipelineDriver:
             if following is None:
                 return None
             batch, token_ids = following
-            batch, ready = self._heads.with_copies(batch, self._scheduler.requests)
+            ready: list[Request] = []
+            if self._heads.most_tokens:
+                batch, ready = self._heads.with_copies(batch, self._scheduler.requests)
             if ready:
                 self._scheduler.add(ready)
         self._latencies.begin(batch.admitted)

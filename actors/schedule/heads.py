@@ -67,7 +67,7 @@ class PromptHeads:
     """
 
     def __init__(self, most_tokens: int, earlier: SharedPrompts = NOTHING_SHARED) -> None:
-        self._most_tokens = most_tokens
+        self.most_tokens = most_tokens
         self._seen: OrderedDict[int, int] = OrderedDict()  # how often, by hash of a beginning
         self._heads: OrderedDict[int, _Head] = OrderedDict()  # by hash, the latest one last
         self._used: dict[str, _Head] = {}  # by custom_id of those that have not ended
@@ -94,7 +94,7 @@ class PromptHeads:
 
     def place(self, requests: Sequence[Request]) -> list[Request]:
         """Return what is queued now of `requests`, and of the heads that some of them need."""
-        if not self._most_tokens:
+        if not self.most_tokens:
             return list(requests)
         beginnings = [_beginnings(request) for request in requests]
         for value in chain.from_iterable(beginnings):
@@ -123,7 +123,7 @@ class PromptHeads:
         for at, value in enumerate(beginnings):
             more = LEAST_TOKENS + at * BLOCK_TOKENS - there
             saved = more * (1 - 1 / self._seen.get(value, 1))  # for each that shares its cost
-            if saved > best and more + there <= self._most_tokens:
+            if saved > best and more + there <= self.most_tokens:
                 place, best = at, saved
         if best <= (LEAST_TOKENS if there else 0):
             return known, ()
@@ -152,7 +152,7 @@ class PromptHeads:
         """Whether there is room for so many tokens, once heads that nobody uses are forgotten, the
         oldest first, but not the one that is `kept`.
         """
-        room = self._most_tokens - sum(head.tokens for head in self._heads.values())
+        room = self.most_tokens - sum(head.tokens for head in self._heads.values())
         idle = {
             value: head
             for value, head in self._heads.items()

@@ -123,11 +123,12 @@ class Profile:
             for bits, workloads in self._todo(kind, device, dtype).items():
                 for each in workloads:
                     sizes = (device, bits, each.batch_size, each.length, dtype)
-                    is_prefill = each.phase == "prefill"
-                    layer = latency.layer_prefill_s if is_prefill else latency.layer_decode_s
-                    pass_s = LAYERS_PASSED * layer(*sizes)
                     if kind.is_head:
                         pass_s = latency.final_s(device, each.batch_size, dtype)
+                    elif each.phase == "prefill":
+                        pass_s = LAYERS_PASSED * latency.layer_prefill_s(*sizes)
+                    else:
+                        pass_s = LAYERS_PASSED * latency.layer_decode_s(*sizes)
                     most_s = options.rounds * pass_s
                     seconds += BESIDE_S + min(most_s, max(LEAST_ROUNDS * pass_s, LONG_S))
         return min(seconds, options.budget_s)

@@ -29,7 +29,7 @@ from quant.common.errors import DeviceError
 from quant.devices import local_processor
 from quant.experts import QuantizedExperts
 from quant.linear import LayerForm
-from quant.scheme import BITWIDTHS
+from quant.scheme import BITWIDTHS, Processor
 from tests.actors.configs import CONFIGS, EVERY_CONFIG, SHARED_CONFIGS, STATE_CONFIGS
 
 CPU = torch.device("cpu")
@@ -278,10 +278,19 @@ def test_reference_work_takes_some_time() -> None:
     assert times.seconds("prefill") ** 2 == pytest.approx(times.compute_s * times.memory_s)
 
 
-def test_a_cpu_that_computes_in_float32_is_not_held_up_by_bfloat16() -> None:
+@pytest.mark.parametrize(
+    ("instructions", "dtype"), [(("avx512_bf16",), torch.bfloat16), ((), torch.float32)]
+)
+def test_a_cpu_that_computes_in_float32_is_not_held_up_by_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, instructions: tuple[str, ...], dtype: torch.dtype
+) -> None:
     """Those without instructions for it take 200 times as long for its product."""
+    monkeypatch.setattr(
+        "actors.profiling.task.local_processor",
+        lambda _: Processor(instruction_sets=frozenset(instructions)),
+    )
     used = {work._left.dtype for work in (ReferenceWork(CPU), ReferenceWork(CPU, torch.float16))}
-    assert used == {torch.bfloat16}
+    assert used == {dtype}
     assert ReferenceWork(CPU, torch.float32)._left.dtype == torch.float32
 
 

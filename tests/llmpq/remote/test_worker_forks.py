@@ -24,7 +24,7 @@ PROGRAM = """
 import json, os, sys
 torch = sys.modules.get("torch")
 print(json.dumps({
-    "parent": os.getppid(), "arguments": sys.argv[1:], "folder": os.getcwd(),
+    "pid": os.getpid(), "parent": os.getppid(), "arguments": sys.argv[1:], "folder": os.getcwd(),
     "variable": os.environ.get("OF_A_WORKER"), "nice": os.nice(0),
     "threads": torch and torch.get_num_threads(), "alone": os.getpgid(0) == os.getpid(),
 }), flush=True)
@@ -66,19 +66,21 @@ def test_a_worker_is_a_fork_with_its_own_command_and_surroundings(program: Path)
     with start(forks, program) as first, start(forks, program) as second:
         found = [told(first), told(second)]
         (parent,) = {each.pop("parent") for each in found}
+        goes_on, ends = (psutil.Process(each.pop("pid")) for each in found)
         assert found == [{**surroundings, "threads": 2, "alone": True}] * 2
         prepared = psutil.Process(parent)
         assert prepared.ppid() == os.getpid()
-        ends = prepared.children()
         second.communicate("\n")  # a caller stays as long as its worker
-        assert len(prepared.children()) == 1
+        psutil.wait_procs([ends], timeout=60)
+        assert prepared.children() == [goes_on]
         forks.close()
         first.communicate()
-    psutil.wait_procs(ends, timeout=10)
-    assert not any(map(psutil.pid_exists, [parent, *(each.pid for each in ends)]))
+    _, left = psutil.wait_procs([goes_on], timeout=60)
+    assert not left
+    assert not psutil.pid_exists(parent)
     with start(forks, program) as third:  # there is nothing to fork: it becomes Python
         found = [told(third)]
-        plain = {"parent": os.getpid(), "threads": None, "alone": False}
+        plain = {"pid": third.pid, "parent": os.getpid(), "threads": None, "alone": False}
         assert found == [{**surroundings, **plain}]
         third.communicate("\n")
 

@@ -45,11 +45,14 @@ def maker() -> RequestMaker:
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> RequestMaker:
+def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its template and its tokenizer do what a row says."""
-    return maker_of(
-        write_tokenizer(tmp_path_factory.mktemp("hostile"), BY_CONTENT, GIVES_UP), row_s=1.0
-    )
+    return write_tokenizer(tmp_path_factory.mktemp("hostile"), BY_CONTENT, GIVES_UP)
+
+
+@pytest.fixture(scope="module")
+def hostile(hostile_folder: Path) -> RequestMaker:
+    return maker_of(hostile_folder, row_s=1.0)
 
 
 def chat(content: str, custom_id: str = "a") -> Row:
@@ -111,8 +114,9 @@ def test_no_template_is_an_error_row(maker: RequestMaker) -> None:
     assert "the model has none; give a prompt instead of messages, or a template" in bad.error
 
 
-def test_a_text_at_which_the_tokenizer_panics(hostile: RequestMaker) -> None:
-    bad, good = hostile.requests([Row("1", text=MANY_X), Row("2", text="hello")])
+def test_a_text_at_which_the_tokenizer_panics(hostile_folder: Path) -> None:
+    patient = maker_of(hostile_folder)
+    bad, good = patient.requests([Row("1", text=MANY_X), Row("2", text="hello")])
     assert isinstance(bad, BadRow)
     assert "PanicException" in bad.error
     assert isinstance(good, Request)
