@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -36,9 +37,7 @@ DATA = ROOT.parent / "shared" / "data"
 BFLOAT16_CAPABILITY = (8, 0)
 """Compute capability: older GPUs only emulate bf16, whatever torch's `is_bf16_supported` says."""
 
-_PROBE_SIZE = 2048
-_PROBE_BYTES = 1 << 28
-_PROBE_TURNS = 5
+_PROBE_SIZE, _PROBE_BYTES, _PROBE_TURNS = 2048, 1 << 28, 5
 EVICTING_BYTES = 1 << 28
 """Five times the 50 MB of an H100, which keeps more than any other GPU so far."""
 
@@ -126,35 +125,23 @@ class Pace:
         )
 
 
-_INSTRUCTION_SETS = {
-    "amx_bf16": "AMX",
-    "avx512_bf16": "AVX-512 with BF16",
-    "avx512_vnni": "AVX-512 with VNNI",
-    "avx512f": "AVX-512",
-    "avx2": "AVX2",
-}
-"""Of which the first that a processor has says how fast it multiplies, by flags of Linux."""
+_INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
+"""Of which the first that a processor has says how fast it multiplies, as Linux names them."""
 
 
 def processor_name() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    if not names:
-        return platform.machine()
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    sets = [name for flag, name in _INSTRUCTION_SETS.items() if flag in flags]
-    return f"{names[0]} ({len(names)} cores{''.join(f', {each}' for each in sets[:1])})"
+    text = info.read_text() if info.is_file() else ""
+    names, words = re.findall(r"^model name\s*: (.*\S)", text, re.MULTILINE), text.split()
+    instructions = next((f", {each}" for each in _INSTRUCTION_SETS if each in words), "")
+    return f"{names[0]} ({len(names)} cores{instructions})" if names else platform.machine()
 
 
 def native_dtype() -> str:
     """bfloat16, where this CPU has units for it and does not emulate it."""
     import torch
 
-    from quant.devices import local_processor
-
-    has_bf16 = "avx512_bf16" in local_processor(torch.device("cpu")).instruction_sets
-    return "bfloat16" if has_bf16 else "float32"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
 
 
 def pace_probe() -> Callable[[], Pace]:

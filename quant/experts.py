@@ -20,8 +20,6 @@ from quant.backends.table import ASKED_PER_EXPERT
 from quant.linear import (
     HostForm,
     LayerForm,
-    QuantizedLinear,
-    WidenedLinear,
     multiply_reordered,
     packed_weight,
     reordered,
@@ -388,21 +386,6 @@ def packed_expert(
     # blocks of oneDNN's could not be restored elsewhere
     blocks = None if isinstance(form, HostForm) else reordered(plain, form.processor)
     return PlainWeight(plain) if blocks is None else _ReorderedWeight(blocks)
-
-
-def warm_up_kernels(model: nn.Module) -> None:
-    found: dict[tuple[type[PackedWeight], LinearShape], tuple[PackedWeight, torch.dtype]] = {}
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear):
-            shape = LinearShape(module.in_features, module.out_features)
-            found[type(module.packed), shape] = module.packed, module.compute_dtype
-        elif isinstance(module, WidenedLinear):
-            widened.warm_up()
-        elif isinstance(module, QuantizedExperts):
-            for held in (module.gate_up, module.down):
-                found[held.backend, held.shape] = held.weights[0], module.compute_dtype
-    for (_, shape), (packed, dtype) in found.items():
-        packed.warm_up(shape.in_features, dtype)
 
 
 def pad_products(model: nn.Module, rows: int) -> None:

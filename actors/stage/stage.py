@@ -40,11 +40,12 @@ from planner.model.tensor_parallel import spread
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import DeviceError
 from quant.devices import on_device
-from quant.experts import pad_products, warm_up_kernels
+from quant.experts import pad_products
 from quant.loading.cache_folder import open_cache
 from quant.loading.cache_settings import NO_CACHE, CacheSettings
 from quant.rounding.importance import LayerImportance
 from quant.scheme import Processor
+from quant.warm_up import warm_up_kernels
 
 FIXED_ROWS = 32
 """Rows of every product and norm of a deterministic stage, so that one kernel computes all of them:

@@ -57,27 +57,11 @@ SIZES = {
         parked_tokens=10**6,
     ),
     "exegpt": QueueSizes(SLOTS, 2, 2, LONGEST, "exegpt", KV_TOKENS, schedule=SCHEDULE),
-    "decode": QueueSizes(
-        SLOTS,
-        2,
-        2,
-        LONGEST,
-        "exegpt",
-        KV_TOKENS,
-        schedule=replace(SCHEDULE, kind="waa-c", decode_steps=1),
-        role="decode",
-    ),
-    "prefill": QueueSizes(
-        SLOTS,
-        2,
-        2,
-        LONGEST,
-        "exegpt",
-        KV_TOKENS,
-        schedule=replace(SCHEDULE, kind="waa-c", decode_steps=1),
-        role="prefill",
-    ),
 }
+_WAA = replace(
+    SIZES["exegpt"], schedule=replace(SCHEDULE, kind="waa-c", decode_steps=1), role="decode"
+)
+SIZES |= {"decode": _WAA, "prefill": replace(_WAA, role="prefill")}
 
 Tiny = Callable[[str], tuple[Path, list[list[int]]]]
 
