@@ -64,6 +64,9 @@ class OnDemandScheduler(Scheduler):
         self._running: dict[int, _Running] = {}  # by slot, in the order of their arrival
         self._free_slots: list[int] = []
 
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Do nothing: a request's slots are found one block after the other."""
+
     def add(self, requests: Sequence[Request]) -> None:
         """Put `requests` at the end of the queue."""
         for request in requests:
@@ -86,9 +89,9 @@ class OnDemandScheduler(Scheduler):
         return len(self._waiting)
 
     @property
-    def in_slots(self) -> int:
-        """Number of requests that do."""
-        return len(self._running)
+    def requests(self) -> dict[int, Request]:
+        """Those that do, by slot."""
+        return {slot: each.request for slot, each in self._running.items()}
 
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         """Return, by slot, the `custom_id` of its request and the new tokens."""

@@ -64,6 +64,9 @@ class RequestLevelScheduler(Scheduler):
         self._groups: list[_Group] = []
         self._end = 0  # tokens of each slot after the batch's last pass
 
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Do nothing: requests of FasterTransformer share no heads of their prompts."""
+
     def add(self, requests: Sequence[Request]) -> None:
         """Put `requests` at the end of the queue."""
         self._waiting.extend(requests)
@@ -84,16 +87,15 @@ class RequestLevelScheduler(Scheduler):
         return len(self._waiting)
 
     @property
-    def in_slots(self) -> int:
-        """Number of requests of the batch that have not ended."""
-        return len(self._batch) - len(self._gone)
+    def requests(self) -> dict[int, Request]:
+        """Those of the batch that have not ended, by slot."""
+        return {slot: each for slot, each in enumerate(self._batch) if slot not in self._gone}
 
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         """Return, by slot, the `custom_id` of its request and the new tokens."""
         return {
             slot: (request.custom_id, np.array(self._tokens[slot], dtype=np.int64))
-            for slot, request in enumerate(self._batch)
-            if slot not in self._gone
+            for slot, request in self.requests.items()
         }
 
     def cancel(self, custom_id: str) -> None:
