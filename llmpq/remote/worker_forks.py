@@ -145,6 +145,8 @@ def _read_variables_again() -> None:
         layer = settings.THREADING_LAYER
         settings.reload_config()
         settings.THREADING_LAYER = layer  # OpenMP's would set torch's threads too
+        pool: Any = sys.modules["numba.np.ufunc.parallel"]  # has noted them by its own names
+        pool.NUM_THREADS, pool.snt_check = pool.get_thread_count(), pool.gen_snt_check()
 
 
 def call(address: str, arguments: list[str]) -> None:

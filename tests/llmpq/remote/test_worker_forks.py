@@ -17,16 +17,18 @@ import ray  # noqa: F401  (brings psutil)
 # isort: split
 import psutil
 
+from actors.processes.device import stage_environment
 from llmpq.remote.session import prepared_forks
 from llmpq.remote.worker_forks import WorkerForks
 
 PROGRAM = """
 import json, os, sys
-torch = sys.modules.get("torch")
+torch, numba = (sys.modules.get(name) for name in ("torch", "numba"))
 print(json.dumps({
     "pid": os.getpid(), "parent": os.getppid(), "arguments": sys.argv[1:], "folder": os.getcwd(),
     "variable": os.environ.get("OF_A_WORKER"), "nice": os.nice(0),
-    "threads": torch and torch.get_num_threads(), "alone": os.getpgid(0) == os.getpid(),
+    "threads": torch and [torch.get_num_threads(), numba.get_num_threads()],
+    "alone": os.getpgid(0) == os.getpid(),
 }), flush=True)
 sys.stdin.readline()
 """
@@ -47,7 +49,7 @@ def start(forks: WorkerForks, program: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
         cwd=program.parent,
-        env=os.environ | {"OF_A_WORKER": "yes", "OMP_NUM_THREADS": "2"},
+        env=os.environ | {"OF_A_WORKER": "yes", **stage_environment(2)},
         preexec_fn=lambda: os.nice(3),
     )
 
@@ -59,7 +61,7 @@ def told(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def test_a_worker_is_a_fork_with_its_own_command_and_surroundings(program: Path) -> None:
-    forks = WorkerForks({})
+    forks = WorkerForks(stage_environment(1))
     nice = os.nice(0) + 3
     surroundings = {"arguments": ["an", "argument"], "folder": str(program.parent)}
     surroundings |= {"variable": "yes", "nice": nice}
@@ -67,7 +69,7 @@ def test_a_worker_is_a_fork_with_its_own_command_and_surroundings(program: Path)
         found = [told(first), told(second)]
         (parent,) = {each.pop("parent") for each in found}
         goes_on, ends = (psutil.Process(each.pop("pid")) for each in found)
-        assert found == [{**surroundings, "threads": 2, "alone": True}] * 2
+        assert found == [{**surroundings, "threads": [2, 2], "alone": True}] * 2
         prepared = psutil.Process(parent)
         assert prepared.ppid() == os.getpid()
         second.communicate("\n")  # a caller stays as long as its worker
