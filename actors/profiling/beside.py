@@ -63,7 +63,7 @@ def others_busy(task: ProfileTask) -> Iterator[None]:
 def main() -> None:
     """Work until the process that started this one closes the pipe, also by its end."""
     task = _TASKS.validate_json(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     sys.stdout.buffer.write(_BEGUN)
     sys.stdout.buffer.flush()
     for round_ in itertools.count():
@@ -71,8 +71,10 @@ def main() -> None:
             pass
 
 
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+def end_with_parent() -> None:
+    """End this process when the input ends, which the one that started it holds."""
+    while os.read(0, 1 << 16):  # sys.stdin must not be in use when this process ends by itself
+        pass
     os._exit(0)
 
 

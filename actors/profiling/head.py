@@ -36,6 +36,7 @@ class TimedHead:
         head.weight = nn.Parameter(weight, requires_grad=False)
         self._form, self._width = form, like.in_features
         self._head = prepack(head, form.processor)
+        self.held_bytes = weight.nbytes
 
     def kv_bytes(self, workload: LayerWorkload) -> int:
         return 0

@@ -81,7 +81,7 @@ class TimedLayers:
         seed: int = 0,
         alike: Sequence[int] = (),
     ) -> None:
-        self._form = form
+        self._form = form = replace(form, rounding="nearest")  # of which no time depends
         self._generator = torch.Generator().manual_seed(seed)
         config = config if alike else with_layers(config, _DECODE_COPIES)
         own = longest_range(alike) if alike else range(_DECODE_COPIES)
@@ -102,6 +102,7 @@ class TimedLayers:
         cache = make_cache(config, own, 0, self._cache_form(0))
         put_own_layers(self._model, own, cache, form.dtype)
         self._own, self._layers = own, [stack[index] for index in own]
+        self.held_bytes = len(own) * self.weight_bytes
         self._experts_timer: AttentionTimer | None = None
         self._time_experts()
         self._shared = SharedKeys.of(config)
@@ -193,10 +194,10 @@ class TimedLayers:
         return nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
 
     def _experts(self, name: str, module: nn.Module) -> QuantizedExperts:
-        """Experts like the fused `module`, all of the same random weights, each with its own copy;
-        these are rounded to the nearest, of which no time depends.
+        """Experts like the fused `module`, all of the same random weights, each with its own
+        copy.
         """
-        form, held = replace(self._form, rounding="nearest"), list[ExpertWeights]()
+        form, held = self._form, list[ExpertWeights]()
         count, *shapes = expert_shapes(module)
         for shape in shapes:
             weights = ExpertWeights(shape, count)

@@ -85,8 +85,9 @@ class ReferenceWork:
         return time.perf_counter()
 
 
-# Workloads whose keys and values take at most so many bytes together are measured in turns: the
-# more of them, the less a slow moment of the machine falls on one of them alone.
+# Workloads whose weights, keys and values take at most so many bytes together are measured in
+# turns: the more of them, the less a slow moment of the machine falls on one of them, or on one
+# bitwidth, alone.
 _GROUP_BYTES = 1 << 30
 LEAST_ROUNDS = 9
 # A workload is known well enough when its median's relative standard error is below `_KNOWN`, or
@@ -107,9 +108,8 @@ class ProfileTask:
 
     Each workload is passed `rounds` times in rounds of random order, less often where its times
     agree, or where it has taken `long_s` in `least_rounds`; `budget_s` ends the task between two
-    groups of workloads. `threads` None: as many as torch takes. Times are corrected to a machine on
-    which the reference work of each phase takes `usual_reference_s`; None: its median during the
-    task.
+    rounds. `threads` None: as many as torch takes. Times are corrected to a machine on which the
+    reference work of each phase takes `usual_reference_s`; None: its median during the task.
     """
 
     config: Mapping[str, Any]
@@ -130,6 +130,9 @@ class ProfileTask:
 
 class Timed(Protocol):
     """What is passed through: layers or a head; what one has prepared is not for the other."""
+
+    held_bytes: int
+    """Of its weights, about."""
 
     def kv_bytes(self, workload: LayerWorkload) -> int: ...
 
@@ -187,6 +190,16 @@ def median_and_spread(values: Sequence[float] | npt.NDArray[np.float64]) -> tupl
     return float(middle), float((high - low) / middle)
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """A workload and the layers or the head, of `bits`, that it is to pass through."""
+
+    layers: Timed
+    bits: int
+    backend: str
+    workload: LayerWorkload
+
+
 @dataclass
 class _Passes:
     """Seconds of each pass of one workload, and of the reference work around the pass; `shares` of
@@ -242,22 +255,15 @@ class _Profiler:
         self._random = random.Random(task.seed)
         self._passes: list[_Passes] = []
         self._too_large = 0
+        self._ends_s = math.inf
 
     def run(self) -> Iterator[ProfileState]:
-        began = time.monotonic()
-        for (bits, backend), workloads in self._by_kernel().items():
-            if time.monotonic() - began > self._task.budget_s:
-                continue
-            try:
-                layers = self._layers(bits, backend)
-            except torch.OutOfMemoryError:
-                self._too_large += len(workloads)
-                continue
-            for group in self._groups(layers, workloads):
-                if time.monotonic() - began > self._task.budget_s:
-                    break
-                yield from self._measure(layers, bits, backend, group)
-                yield self._state()
+        self._ends_s = time.monotonic() + self._task.budget_s
+        for group in self._groups():
+            if time.monotonic() > self._ends_s:
+                break
+            yield from self._measure(group)
+            yield self._state()
         yield self._state()
 
     def _by_kernel(self) -> dict[tuple[int, str], list[LayerWorkload]]:
@@ -278,41 +284,50 @@ class _Profiler:
             return TimedHead(config, form)
         return TimedLayers(config, form, task.seed, task.alike)
 
-    def _groups(
-        self, layers: Timed, workloads: Sequence[LayerWorkload]
-    ) -> Iterator[list[LayerWorkload]]:
-        """Workloads in random order, together as far as their keys and values have room."""
-        group: list[LayerWorkload] = []
+    def _groups(self) -> Iterator[list[_Planned]]:
+        """All workloads, of one kernel in random order, together as far as there is room."""
+        group: list[_Planned] = []
         filled = 0
-        for workload in self._random.sample(workloads, len(workloads)):
-            size = layers.kv_bytes(workload)
-            if group and filled + size > _GROUP_BYTES:
+        for (bits, backend), workloads in self._by_kernel().items():
+            if filled > _GROUP_BYTES:
                 yield group
                 group, filled = [], 0
-            group.append(workload)
-            filled += size
+            try:
+                layers = self._layers(bits, backend)
+            except torch.OutOfMemoryError:
+                self._too_large += len(workloads)
+                continue
+            filled += layers.held_bytes
+            for workload in self._random.sample(workloads, len(workloads)):
+                size = layers.kv_bytes(workload)
+                if group and filled + size > _GROUP_BYTES:
+                    yield group
+                    group, filled = [], layers.held_bytes
+                group.append(_Planned(layers, bits, backend, workload))
+                filled += size
         yield group
 
-    def _measure(
-        self, layers: Timed, bits: int, backend: str, group: Sequence[LayerWorkload]
-    ) -> Iterator[ProfileState]:
+    def _measure(self, group: Sequence[_Planned]) -> Iterator[ProfileState]:
         """Pass every workload of `group` once a round, with reference work between two passes;
         yields how far that is every `TELL_S`.
         """
-        ready: list[tuple[_Passes, Any]] = []
-        for workload in group:
+        ready: list[tuple[_Passes, Timed, Any]] = []
+        for each in group:
+            passes = _Passes(each.bits, each.workload, each.backend)
             try:
-                ready.append((_Passes(bits, workload, backend), layers.prepare(workload)))
+                ready.append((passes, each.layers, each.layers.prepare(each.workload)))
             except torch.OutOfMemoryError:
                 self._too_large += 1
         told_s = time.monotonic()
-        for _ in range(self._task.rounds):
+        for number in range(self._task.rounds):
+            if number and time.monotonic() > self._ends_s:
+                break
             if time.monotonic() - told_s > TELL_S:
                 told_s = time.monotonic()
-                known = [one.is_known(p.copies, self._task) for one, p in ready]
+                known = [one.is_known(p.copies, self._task) for one, _, p in ready]
                 yield replace(self._state(), under_way=sum(known))
             before = self._reference.run()
-            for passes, prepared in self._random.sample(ready, len(ready)):
+            for passes, layers, prepared in self._random.sample(ready, len(ready)):
                 if passes.is_known(prepared.copies, self._task):
                     continue
                 seconds, attention_s, experts_s = self._timed(layers, prepared)
@@ -321,7 +336,7 @@ class _Profiler:
                 passes.shares.append((attention_s / seconds, experts_s / seconds))
                 passes.reference_s.append(math.sqrt(before.seconds(phase) * after.seconds(phase)))
                 before = after
-        self._passes += [passes for passes, _ in ready]
+        self._passes += [passes for passes, *_ in ready]
 
     def _timed(self, layers: Timed, prepared: Any) -> tuple[float, float, float]:
         """Seconds of a pass, and of attention and experts in it.

@@ -81,7 +81,7 @@ def _paces(session: Any, options: argparse.Namespace) -> Iterator[float]:
         draw = np.random.default_rng(turn)
         rows = draw.integers(3, 30000, (prompts, length)).tolist()
         began = time.perf_counter()
-        results = session.run(rows, temperature=0.0, max_tokens=new, ignore_eos=True)
+        results = session.run(rows, temperature=0.0, max_new_tokens=new, ignore_eos=True)
         tokens = sum(len(result.token_ids) for result in results)
         yield tokens / (time.perf_counter() - began)
 

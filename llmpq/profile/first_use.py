@@ -14,15 +14,18 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from actors.processes.device import stage_environment
-from llmpq.profile.layers import Profile, neighbours, timed_kinds
+from llmpq.profile.layers import Profile, timed_kinds
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import PROVENANCE
@@ -30,6 +33,7 @@ from planner.model.finding import model_config, shape_from_config
 from planner.model.shape import ModelShape
 from planner.options import PlanOptions
 from planner.profiles.design import DesignSpace, ProfileOptions
+from planner.profiles.rows import read_profiles, write_profiles
 from quant.common.errors import LlmpqError, SpecError
 from quant.common.files import user_cache_folder
 
@@ -61,7 +65,9 @@ _DESIGN = ProfileOptions(
 _LONG_S = 0.1
 """Seconds after which a workload is passed no more."""
 
-_LIMIT_S = 60.0
+_LIMIT_S = 120.0
+"""A dozen seconds are the compiler's, which loops that are kept save; a busy machine takes more."""
+
 _LIBRARIES = ("llmpq", "torch", "numba", "transformers")
 
 
@@ -74,12 +80,17 @@ def with_own_times(cluster: ClusterSpec, model: str | Path, options: PlanOptions
     if device is None:
         return options
     try:
-        return replace(options, profiles=_times(cluster, device, str(model), options))
+        return replace(options, profiles=_times(device, str(model), options))
     except (OSError, RuntimeError, subprocess.SubprocessError, LlmpqError) as error:
-        warnings.warn(
-            f"this CPU's kernels cannot be measured ({error}); times are {PROVENANCE}", stacklevel=3
-        )
+        _warn(str(error), 4)
         return options
+
+
+def _warn(problem: str, level: int) -> None:
+    warnings.warn(
+        f"this CPU's kernels cannot be measured ({problem}); times are {PROVENANCE}",
+        stacklevel=level,
+    )
 
 
 def _own_cpu(cluster: ClusterSpec) -> Device | None:
@@ -98,7 +109,7 @@ def _own_cpu(cluster: ClusterSpec) -> Device | None:
     return cpus[0]
 
 
-def _times(cluster: ClusterSpec, device: Device, model: str, options: PlanOptions) -> str:
+def _times(device: Device, model: str, options: PlanOptions) -> str:
     """The file of the times, which are measured if it is not there."""
     config, dtype = model_config(model), device.compute_dtype(options.dtype)
     shape = shape_from_config(model, config)
@@ -110,7 +121,7 @@ def _times(cluster: ClusterSpec, device: Device, model: str, options: PlanOption
         "config": dict(config),
         "dtype": dtype,
         "threads": device.threads or 1,
-        "beside": neighbours(cluster, device),
+        "beside": device.neighbours,
     }
     folder = user_cache_folder() / "cpu_times"
     path = folder / f"cpu-{_digest(task, shape)}.csv"
@@ -123,7 +134,11 @@ def _times(cluster: ClusterSpec, device: Device, model: str, options: PlanOption
             _tell(task)
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 made = Path(own) / path.name
-                _measure_in_child({**task, "path": str(made)}, task["threads"])
+                try:
+                    _measure_in_child({**task, "path": str(made)}, task["threads"])
+                except subprocess.TimeoutExpired:  # as it would the next time
+                    write_profiles(made, read_profiles(made) if made.exists() else ())
+                    _warn(f"not all within {_LIMIT_S:.0f} s; {path} keeps the others", 5)
                 made.rename(path)
     return str(path)
 
@@ -169,38 +184,60 @@ def _tell(task: Mapping[str, Any]) -> None:
 def _measure_in_child(task: Mapping[str, Any], threads: int) -> None:
     """Measure in a process that starts as a stage's, apart from this one, which needs no torch."""
     path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps(task),
-        env={**os.environ, **stage_environment(threads), "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_S,
-        check=False,
-    )
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise SpecError(said[-1])
+    with (
+        tempfile.TemporaryFile("w+") as told,
+        subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,  # open as long as this process lives
+            stdout=subprocess.DEVNULL,
+            stderr=told,
+            env={**os.environ, **stage_environment(threads), "PYTHONPATH": path},
+            text=True,
+        ) as child,
+    ):
+        assert child.stdin is not None
+        try:
+            child.stdin.write(json.dumps(task) + "\n")
+            child.stdin.flush()
+            child.wait(_LIMIT_S)
+        finally:
+            child.kill()
+        if child.returncode:
+            told.seek(0)
+            said = told.read().strip().splitlines() or [f"exit code {child.returncode}"]
+            raise SpecError(said[-1])
 
 
 def main() -> None:
-    """Measure what stands in the input."""
-    task = json.load(sys.stdin)
-    node = {"accelerators": {"CPU": 1}, "memory_gib": 1, "threads": task["threads"]}
-    (device,) = ClusterSpec.from_dict({"name": "here", "nodes": [node]}).devices
+    """Measure what stands in the input's first line, as long as that stays open."""
+    task = json.loads(sys.stdin.readline())
+    from actors.profiling.beside import end_with_parent
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    measure_here(task)
+
+
+def measure_here(task: Mapping[str, Any]) -> None:
+    """Write the times of `task` with what this process computes."""
+    cpus = {"CPU": 1 + task["beside"]}
+    node = {"accelerators": cpus, "memory_gib": 1, "threads": task["threads"]}
+    device, *_ = ClusterSpec.from_dict({"name": "here", "nodes": [node]}).devices
     options = replace(_DESIGN, dtype=task["dtype"])
     shape = shape_from_config(task["name"], task["config"])
     profile = Profile(Path(task["path"]), task["config"], shape, options)
-    profile.measure(device, lambda *_: None, _here, task["beside"])
+    with ExitStack() as stack:
+        profile.measure(device, lambda *_: None, partial(_here, stack))
 
 
-def _here(task: Any, _: Device) -> Any:
+def _here(stack: ExitStack, task: Any, _: Device) -> Any:
+    """Measure in this process; those beside it stay at the first kind of layers."""
     from actors.profiling.beside import others_busy
     from actors.profiling.task import measure
 
     quick = replace(task, least_rounds=1, long_s=_LONG_S)
-    with others_busy(quick):
-        yield from measure(quick)
+    if not task.usual_reference_s:
+        stack.enter_context(others_busy(quick))
+    yield from measure(quick)
 
 
 if __name__ == "__main__":

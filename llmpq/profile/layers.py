@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,22 +40,15 @@ BESIDE_S = 0.5
 
 def devices_to_profile(cluster: ClusterSpec) -> tuple[Device, ...]:
     """One device of each kind; SpecError where they are emulated, with the host's times."""
-    kinds: dict[tuple[str, int | None], Device] = {}
+    kinds: dict[Hashable, Device] = {}
     for device in cluster.devices:
         if device.emulated:
             raise SpecError(
                 f"{device.name} is emulated: measuring it would give the times of this machine; "
                 "take `emulate` out of the cluster file"
             )
-        kinds.setdefault((device.accelerator.name, device.threads), device)
+        kinds.setdefault((device.accelerator.name, device.threads, device.neighbours), device)
     return tuple(kinds.values())
-
-
-def neighbours(cluster: ClusterSpec, device: Device) -> int:
-    """How many other CPUs of the node compute beside a CPU; GPUs do not share what they use."""
-    if not device.runs_on_cpu:
-        return 0
-    return Counter(each.node for each in cluster.devices if each.runs_on_cpu)[device.node] - 1
 
 
 @dataclass(frozen=True)
@@ -143,10 +135,9 @@ class Profile:
         device: Device,
         report: ReportParts,
         run: Callable[[ProfileTask, Device], Iterator[ProfileState]],
-        beside: int = 0,
     ) -> tuple[list[tuple[ProfileRow, ...]], list[ProfileState]]:
         """Measure what the file lacks of the design on `device` by `run`, writing as it goes, while
-        so many others of its node are busy `beside` it.
+        its neighbours are busy.
 
         Gives, of each of the `kinds`, all its rows on the device, old and new, and the state of its
         measurement at the end. `report` is told of points, also of those that are not written yet.
@@ -170,7 +161,7 @@ class Profile:
                 usual_reference_s=_usual(states),
                 alike=kind.alike,
                 is_head=kind.is_head,
-                beside=beside,
+                beside=device.neighbours,
             )
             held = self._rows
             for state in run(task, device):
@@ -185,7 +176,11 @@ class Profile:
 
     def _rows_of(self, kind: TimedKind, device: Device, dtype: str) -> tuple[ProfileRow, ...]:
         return tuple(
-            row for row in self._rows if row.layer == kind.layer and applies(row, device, dtype)
+            row
+            for row in self._rows
+            if row.layer == kind.layer
+            and applies(row, device, dtype)
+            and (row.beside or 0) == device.neighbours
         )
 
     def _todo(

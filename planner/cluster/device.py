@@ -50,7 +50,7 @@ class Device:
     not know. An `emulated` device computes on the host's CPU with the times of `accelerator`; with
     `stand_in` a small model does, while bytes and types are the accelerator's. `host_memory_bytes`
     and `node_price_per_hour` are the node's, as are `host_threads`, where they are stated;
-    `host_devices` of it share its host. `slowdown` is measured by a run.
+    `host_devices` of it share its host, on a CPU as many CPUs. `slowdown` is measured by a run.
     """
 
     accelerator: Accelerator
@@ -93,13 +93,20 @@ class Device:
         numbers = "+".join(str(device.index) for device in self.members)
         return f"{self.node}/{self.accelerator.name}:{numbers}"
 
+    @property
+    def neighbours(self) -> int:
+        """How many other CPUs of the node compute beside a CPU; GPUs do not share what they use."""
+        return self.host_devices - 1 if self.accelerator.is_cpu else 0
+
     @cached_property
     def time_kind(self) -> Hashable:
         slowdown = self.slowdown.prefill, self.slowdown.decode
         kind: tuple[Hashable, ...] = (
             *(self.accelerator.name, self.threads, self.emulated, self.stand_in, slowdown),
         )
-        if self.host_memory_bytes is not None and not self.accelerator.is_cpu:
+        if self.accelerator.is_cpu:
+            kind += (self.neighbours,)
+        elif self.host_memory_bytes is not None:
             kind += (self.host_devices, self.host_threads, self.host_link_bytes_per_s)
         if not self.ranks:
             return kind

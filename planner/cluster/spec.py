@@ -276,7 +276,7 @@ def _node_devices(name: str, node: NodeEntry, file: ClusterFile) -> Iterator[Dev
                 custom_resource=accelerator.name if unnamed else None,
                 emulated=stand_in or (emulate is not None and not accelerator.is_cpu),
                 host_memory_bytes=host,
-                host_devices=max(1, gpus),
+                host_devices=count if accelerator.is_cpu else max(1, gpus),
                 host_threads=node.host_threads,
                 stand_in=stand_in,
                 stated_host_link_bytes_per_s=host_link,

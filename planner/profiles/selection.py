@@ -106,7 +106,8 @@ class SelectedRows:
 
 def select_rows(profiles: Sequence[ProfileRow], wanted: TimeQuery) -> SelectedRows:
     """Select rows of the very layer where there are any, else those of other models' layers with
-    attention to all tokens and one MLP.
+    attention to all tokens and one MLP; of these such as were taken beside as many busy CPUs as the
+    node has, or about as many.
     """
     left = profiles
     for condition in CONDITIONS:
@@ -114,13 +115,19 @@ def select_rows(profiles: Sequence[ProfileRow], wanted: TimeQuery) -> SelectedRo
         if not kept:
             return SelectedRows(wanted, (), condition.problem(wanted, left) if left else "no rows")
         left = kept
-    same = tuple(row for row in left if row.layer == wanted.layer)
+    same = _with_neighbours([row for row in left if row.layer == wanted.layer], wanted.device)
     if same:
         return SelectedRows(wanted, same, None)
-    plain = tuple(row for row in left if not row.layer.kind)
+    plain = _with_neighbours([row for row in left if not row.layer.kind], wanted.device)
     if not plain:
         return SelectedRows(wanted, (), f"taken of {_listed(row.layer.kind for row in left)}")
     return SelectedRows(wanted, plain, f"scaled from {_listed(row.model for row in plain)}")
+
+
+def _with_neighbours(rows: Sequence[ProfileRow], device: Device) -> tuple[ProfileRow, ...]:
+    distances = [abs((row.beside or 0) - device.neighbours) for row in rows]
+    least = min(distances, default=0)
+    return tuple(row for row, own in zip(rows, distances, strict=True) if own == least)
 
 
 def select_all(

@@ -36,7 +36,7 @@ from llmpq.cli.terminal import TaskProgress
 from llmpq.lengths.predictor import Agreement
 from llmpq.lengths.training import Judgement, ServedIds, TrainingOptions, judge, train
 from llmpq.model_check import checked_shape
-from llmpq.profile.layers import Profile, TimedKind, devices_to_profile, neighbours
+from llmpq.profile.layers import Profile, TimedKind, devices_to_profile
 from llmpq.profile.tables import hop_table, loading_table, parts_table, sum_table
 from llmpq.remote.session import ray_session
 from llmpq.report.layout import Fitting, new_table
@@ -74,7 +74,7 @@ def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
     from llmpq.profile.transfers import profile_links, profile_loading, profile_sums
 
     with ray_session(options.address if on_cluster else "local"):
-        done = [_measure_layers(profile, device, neighbours(cluster, device)) for device in devices]
+        done = [_measure_layers(profile, device) for device in devices]
         beside = []
         if not options.layers_only:
             with TaskProgress("measuring loading, hops and sums") as progress:
@@ -110,7 +110,7 @@ _EVEN_EXPERTS = (
 
 
 def _measure_layers(
-    profile: Profile, device: Device, beside: int
+    profile: Profile, device: Device
 ) -> tuple[list[tuple[ProfileRow, ...]], list[ProfileState]]:
     """Measure layer times of a device; says before how long that takes."""
     from actors.profiling.on_cluster import measure_on_cluster
@@ -118,10 +118,11 @@ def _measure_layers(
     name, points = device.accelerator.name, profile.points(device)
     with TaskProgress(f"{name}: layer times", "points") as progress:
         if points:
+            beside = device.neighbours
             busy = f", while {beside} more of its node do the same" if beside else ""
             how_long = about(profile.expected_s(device))
             progress.say(f"{name}: {points} points to measure{busy}, {how_long}")
-        return profile.measure(device, progress.report, measure_on_cluster, beside)
+        return profile.measure(device, progress.report, measure_on_cluster)
 
 
 def _profile_options(given: argparse.Namespace) -> ProfileOptions:

@@ -231,7 +231,7 @@ def test_a_task_measures_every_workload_or_says_what_is_left(
     todo = {bits: (DECODE, LayerWorkload("prefill", 1, 16)) for bits in (4, 16)}
     task = ProfileTask(TINY, "bfloat16", todo, threads=1, rounds=2)
     states = list(measure(task))
-    assert [(len(s.measured), s.left) for s in states] == [(2, 2), (4, 0), (4, 0)]
+    assert [(len(s.measured), s.left) for s in states] == [(4, 0), (4, 0)], "all in turns"
     assert {(m.bits, m.workload) for m in states[-1].measured} == {
         (bits, workload) for bits, workloads in todo.items() for workload in workloads
     }
@@ -239,6 +239,8 @@ def test_a_task_measures_every_workload_or_says_what_is_left(
     assert {each.backend for each in states[-1].measured if each.bits == 16} == {"plain"}
     (state,) = measure(ProfileTask(TINY, "bfloat16", todo, budget_s=-1.0))
     assert (state.measured, state.left) == ((), 4)
+    monkeypatch.setattr("actors.profiling.task._GROUP_BYTES", 1)
+    assert [s.left for s in measure(task)] == [3, 2, 1, 0, 0], "one by one where there is no room"
 
 
 def test_a_head_takes_longer_for_more_rows() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import sys
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +19,13 @@ from planner.cluster.file import local_cpus
 from planner.cluster.spec import ClusterSpec
 from planner.options import PlanOptions
 from planner.profiles.layer_terms import HEAD
-from planner.profiles.rows import read_profiles
+from planner.profiles.rows import read_profiles, write_profiles
 from quant.common.errors import SpecError
+from quant.kept_loops import loops_folder
 from tests.actors.profiling.test_layers import TINY
 
 HERE = ClusterSpec.from_dict(
-    {"name": "here", "nodes": [{"name": "any", **local_cpus(1), "memory_gib": 1.0}]}
+    {"name": "here", "nodes": [{"name": "any", **local_cpus(1), "threads": 1, "memory_gib": 1.0}]}
 )
 
 
@@ -34,10 +34,10 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A tiny model, an empty cache, and a child that is this process and passes everything once."""
 
     def here(task: Mapping[str, Any], threads: int) -> None:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(task)))
-        first_use.main()
+        first_use.measure_here(task)
 
     monkeypatch.delenv(OFF)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(loops_folder()))  # compiled once for all tests
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(first_use, "_measure_in_child", here)
     monkeypatch.setattr(first_use, "_DESIGN", replace(first_use._DESIGN, rounds=1))
@@ -47,7 +47,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_times_are_measured_once_and_planned_with(
-    model: str, capsys: pytest.CaptureFixture[str]
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = Cluster(HERE).plan(model, Workload(4, 16, 8), bits=[4, 8, 16])
     assert "measuring this CPU's kernels, once: layers of" in capsys.readouterr().err
@@ -61,6 +61,9 @@ def test_times_are_measured_once_and_planned_with(
     assert "estimated" not in stage.provenance
     again = with_own_times(HERE, model, PlanOptions())
     assert (again.profiles, capsys.readouterr().err) == (path, "")
+    monkeypatch.setattr(
+        first_use, "_measure_in_child", lambda task, threads: write_profiles(task["path"], ())
+    )
     float32 = with_own_times(HERE, model, PlanOptions(dtype="float32"))
     assert float32.profiles != path
 
@@ -89,3 +92,20 @@ def test_what_cannot_be_measured_is_estimated(model: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(first_use, "_measure_in_child", fails)
     with pytest.warns(UserWarning, match="no torch.*estimated"):
         assert with_own_times(HERE, model, PlanOptions()).profiles is None
+
+
+def test_what_takes_too_long_is_not_tried_again(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(task: Mapping[str, Any], threads: int) -> None:
+        raise subprocess.TimeoutExpired("measuring", 120)
+
+    monkeypatch.setattr(first_use, "_measure_in_child", hangs)
+    with pytest.warns(UserWarning, match="not all within 120 s.*estimated"):
+        first = with_own_times(HERE, model, PlanOptions())
+    assert "measuring" in capsys.readouterr().err
+    assert with_own_times(HERE, model, PlanOptions()) == first
+    assert capsys.readouterr().err == ""
+    assert read_profiles(str(first.profiles)) == ()
+    plan = Cluster(HERE).plan(model, Workload(4, 16, 8), bits=[8, 16])
+    assert plan.stages[0].provenance.startswith("CPU estimated")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
+from planner.profiles.layer_terms import LayerTerms
+from planner.profiles.rows import ProfileRow
+from planner.profiles.selection import TimeQuery, select_rows
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from tests.planner.plan_alone import find_plan
@@ -139,3 +143,52 @@ def test_planning_again_is_as_strict(tmp_path: Path) -> None:
 def test_strict_without_profiles_has_no_effect() -> None:
     with pytest.raises(SpecError, match="strict_profiles has no effect without profiles"):
         PlanOptions.of({"strict_profiles": True})
+
+
+def law(path: Path, slowness: Mapping[int, tuple[float, float]]) -> Path:
+    """Rows of layers that at each bitwidth take so many times as long in prefill and in decode."""
+    lines = [HEADER]
+    for bits, (prefill, decode) in slowness.items():
+        for batch in (1, 8, 32):
+            for length in (16, 64):
+                head, tail = "CPU,opt-125m,768,3072,", f",{batch},"
+                prompt_ms, step_ms = 1 + 0.02 * batch * length, 1 + 0.05 * batch
+                end = ",,bfloat16,2\n"
+                lines.append(f"{head}{length},0,prefill,{bits}{tail}{prefill * prompt_ms}{end}")
+                lines.append(f"{head}1,{length},decode,{bits}{tail}{decode * step_ms}{end}")
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("slowness", "taken"),
+    [
+        ({4: (2.0, 1.05), 8: (1.5, 1.2), 16: (1.0, 1.0)}, 16),
+        ({4: (2.0, 2.0), 8: (1.1, 0.5), 16: (1.0, 1.0)}, 8),
+        ({4: (0.9, 0.9), 8: (3.0, 3.0), 16: (1.0, 1.0)}, 4),
+    ],
+)
+def test_fewer_bits_are_taken_only_where_they_are_measured_to_be_faster(
+    tmp_path: Path, slowness: dict[int, tuple[float, float]], taken: int
+) -> None:
+    """`taken` are the fewest; there is room for 16 bit, and quality does not count."""
+    path = law(tmp_path / "p.csv", slowness)
+    plan = planned(path, bits=[4, 8, 16], theta=0.0)
+    assert min(bits for stage in plan.stages for bits in stage.bitwidths) == taken
+    plain = planned(path, bits=[16], theta=0.0)
+    assert plan.predicted.tokens_per_s >= plain.predicted.tokens_per_s
+
+
+def test_rows_taken_beside_as_many_busy_cpus_come_first() -> None:
+    device = CPU.devices[0]
+    assert device.neighbours == 1
+    layer = LayerTerms.of(SHAPE)
+    alone, one, three = (
+        ProfileRow("CPU", "opt", layer, 3072, "decode", 16, 4, 1, 70, 1e-3, beside=beside)
+        for beside in (None, 1, 3)
+    )
+    wanted = TimeQuery(device, "bfloat16", layer, 16, "decode")
+    for rows, used in (([alone, three, one], one), ([alone, three], alone), ([three], three)):
+        assert select_rows(rows, wanted).rows == (used,)
+    lone = replace(wanted, device=replace(device, host_devices=1))
+    assert select_rows([one, alone], lone).rows == (alone,)
