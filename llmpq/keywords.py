@@ -44,6 +44,7 @@ class PlanKeywords(TypedDict, total=False):
     importance: str | Path | None
     profiles: str | Path | None
     profile_use: str
+    shared_tokens: int | None
     prefill_micro_batch: int | None
     decode_micro_batch: int | None
     ilp_time_limit: float

@@ -31,6 +31,50 @@ NEAR_ROWS = 32
 
 
 @dataclass(frozen=True)
+class PlannedHeads:
+    """Heads that prompts share: the first `shared_tokens` of each prompt, all but one of a shorter
+    one, are restored from a copy and not computed; `head_tokens` of all heads together are computed
+    once and kept (None: of one head). SpecError unless whole numbers from 0.
+    """
+
+    shared_tokens: int = 0
+    head_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("shared_tokens", "head_tokens"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_number and value >= 0):
+                raise SpecError(f"{name} is {value!r}; it must be a whole number of at least 0")
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens of all heads together; 0 where prompts share none."""
+        if not self.shared_tokens or self.head_tokens is None:
+            return self.shared_tokens
+        return self.head_tokens
+
+    def check(self, longest_prompt: int) -> None:
+        """Raise SpecError where no prompt would have any tokens of its own."""
+        if self.shared_tokens >= longest_prompt:
+            raise SpecError(
+                f"shared_tokens is {self.shared_tokens}, but prompts have at most {longest_prompt} "
+                "tokens, one of which is computed at least; lower it, or give longer prompts (--s)"
+            )
+
+    def within(self, longest_prompt: int) -> PlannedHeads:
+        """These heads, or none where no prompt would have any tokens of its own."""
+        return self if self.shared_tokens < longest_prompt else NO_HEADS
+
+    def computed(self, prompt_tokens: float) -> float:
+        """Tokens that are computed of a prompt of so many."""
+        return max(1.0, prompt_tokens - self.shared_tokens)
+
+
+NO_HEADS = PlannedHeads()
+
+
+@dataclass(frozen=True)
 class Lengths:
     """Prompt and output tokens of rows [rows], in the order of the file. `outputs_from` says where
     outputs come from. `output_limit`: the most new tokens of a row (None: the longest output);
@@ -290,12 +334,23 @@ CORRELATED = 0.3
 @dataclass(frozen=True)
 class RequestLengths:
     """Lengths of prompts and answers, counted as independent. Correlated requests are to come in
-    random order, so that those in flight are alike (ExeGPT section 6); 0 where not known.
+    random order, so that those in flight are alike (ExeGPT section 6); 0 where not known. Prompts
+    may share `heads`.
     """
 
     prompts: LengthDistribution
     outputs: LengthDistribution
     correlation: float = 0.0
+    heads: PlannedHeads = NO_HEADS
+
+    def __post_init__(self) -> None:
+        self.heads.check(self.prompts.longest)
+
+    @property
+    def computed_tokens(self) -> float:
+        """Mean tokens of a prompt that are computed."""
+        each = [self.heads.computed(length) for length in self.prompts.lengths]
+        return float(np.dot(each, self.prompts.probabilities))
 
     @classmethod
     def of_pairs(

@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from planner.adapters import named_adapters
+from planner.lengths import PlannedHeads, RequestLengths
 from planner.model.tensor_parallel import DEGREES
 from planner.optimiser.names import (
     BASELINE_METHODS,
@@ -44,6 +45,7 @@ from planner.scheduling import (
     ScheduleKind,
     policy_options,
 )
+from planner.workload import Job, Workload
 from quant.common.errors import SpecError
 from quant.scheme import (
     BITWIDTHS,
@@ -54,6 +56,8 @@ from quant.scheme import (
     ROUNDINGS,
     WEIGHTED,
 )
+
+_Sharing = TypeVar("_Sharing", Workload, Job, RequestLengths)
 
 Quality = Literal["high", "balanced", "fast"]
 QUALITIES: tuple[Quality, ...] = ("high", "balanced", "fast")
@@ -180,6 +184,12 @@ class PlanOptions:
         "was measured",
         "fit",
     )
+    shared_tokens: int | None = option(
+        "TOKENS",
+        "tokens of the head that all prompts share, such as an instruction, which is computed once "
+        "(default: as measured of --input, else 0)",
+        within=AT_LEAST_0,
+    )
     prefill_micro_batch: int | None = option(
         "COUNT", "fix the prefill micro-batch size", within=AT_LEAST_1
     )
@@ -292,6 +302,16 @@ class PlanOptions:
     @property
     def scheduling(self) -> PolicyOptions:
         return policy_options(self.policy, self.max_batch_size, self.prefill_chunk_tokens)
+
+    def with_heads(self, workload: _Sharing) -> _Sharing:
+        """A batch, a job or lengths of requests with the heads that are given here, if any."""
+        if self.shared_tokens is None:
+            return workload
+        return dataclasses.replace(workload, heads=PlannedHeads(self.shared_tokens))
+
+    @property
+    def without_heads(self) -> PlanOptions:
+        return dataclasses.replace(self, shared_tokens=0)
 
     @property
     def bounds_requests(self) -> bool:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
+import numpy as np
+
 from planner.assumed_predictor import AssumedPredictor
-from planner.lengths import Lengths
+from planner.lengths import NO_HEADS, Lengths, PlannedHeads
 from planner.model.shape import ModelShape
 from planner.scheduling import KV_TOKEN_POLICIES, PREDICTING, PolicyName
 from quant.common.errors import SpecError
@@ -132,8 +134,9 @@ of the conversation trace move by ten tokens for each token of a request (docs/s
 class Workload:
     """`global_batch` requests of `prompt_length` tokens that each get `new_tokens` more (LLM-PQ: B,
     s, n). `slot_tokens`: the most of both together, None for the sum. `n_slots`: the token slots of
-    the KV cache, None for the longest each. SpecError unless whole numbers from 1 up to
-    `MAX_REQUESTS` and `MAX_TOKENS`, and slots with room for the longest but not more than all need.
+    the KV cache, None for the longest each. Prompts may share `heads`, whose slots each has all the
+    same. SpecError unless whole numbers from 1 up to `MAX_REQUESTS` and `MAX_TOKENS`, and slots
+    with room for the longest but not more than all need.
     """
 
     global_batch: int
@@ -141,6 +144,7 @@ class Workload:
     new_tokens: int
     slot_tokens: int | None = None
     n_slots: int | None = None
+    heads: PlannedHeads = NO_HEADS
 
     def __post_init__(self) -> None:
         limits = {
@@ -154,6 +158,7 @@ class Workload:
                 raise SpecError(f"{name} is {value!r}; it must be a whole number of at least 1")
             if value > most:
                 raise SpecError(f"{name} is above {most}, the most that can be planned; lower it")
+        self.heads.check(self.prompt_length)
         slot = self.slot_tokens
         least, most = max(self.prompt_length, self.new_tokens) + 1, self._sum
         if slot is not None and not (_is_number(slot) and least <= slot <= most):
@@ -211,13 +216,15 @@ class Workload:
 class Job:
     """`prompts` prompts, of which a plan has the best number in flight. `lengths` is a sample with
     the longest. `default_new_tokens`: of prompts without a limit, None for the longest output.
-    `predictor`: by which `s3` reserves. SpecError for numbers out of range.
+    `predictor`: by which `s3` reserves. Prompts may share `heads`. SpecError for numbers out of
+    range.
     """
 
     prompts: int
     lengths: Lengths
     default_new_tokens: int | None = None
     predictor: AssumedPredictor | None = None
+    heads: PlannedHeads = NO_HEADS
 
     def __post_init__(self) -> None:
         given = [("prompts", self.prompts, MOST_PROMPTS)]
@@ -228,9 +235,19 @@ class Job:
                 raise SpecError(f"{name} is {value!r}; it must be a whole number of 1 to {most}")
         self.in_flight(1)
 
+    @cached_property
+    def computed_tokens(self) -> float:
+        """Mean tokens of a prompt that are computed."""
+        return float(np.mean([self.heads.computed(each) for each in self.lengths.prompt_tokens]))
+
     @classmethod
     def of(cls, prompts: int, prompt_length: int, new_tokens: int) -> Job:
         return cls(prompts, Lengths.constant(prompt_length, new_tokens))
+
+    @classmethod
+    def of_batch(cls, batch: Workload) -> Job:
+        lengths = Lengths.constant(batch.prompt_length, batch.new_tokens)
+        return cls(batch.global_batch, lengths, heads=batch.heads)
 
     @property
     def output_tokens(self) -> float:
@@ -251,7 +268,7 @@ class Job:
         prompt, output = self.lengths.longest_prompt, self.lengths.longest_output
         total = self.lengths.longest_total
         slot = None if total is None or total == prompt + output else total
-        alike = Workload(requests, prompt, output, slot)
+        alike = Workload(requests, prompt, output, slot, heads=self.heads)
         if policy not in KV_TOKEN_POLICIES:
             return alike
         mean = self.mean_predicted if policy == PREDICTING else self.lengths.mean_reserved

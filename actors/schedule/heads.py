@@ -11,14 +11,11 @@ from itertools import chain
 
 from actors.messages import EVERY_KEY, HeadId, MicroBatch, Park, Request, Sampling, SharedHead
 from actors.stage_figures import NOTHING_SHARED, SharedPrompts
+from planner.costs.stored_bytes import LEAST_HEAD_TOKENS
 
 BLOCK_TOKENS = 16
 """Heads end where a block of so many tokens does, as vLLM's do: hashing each block once finds heads
 of any number of prompts, and leaves at most 15 shared tokens to be computed."""
-
-LEAST_TOKENS = 64
-"""Tokens of the shortest head: each takes a pass of its own, and every copy a call for each tensor
-of each layer, which shorter ones do not win back."""
 
 MOST_SEEN = 2**17
 """Beginnings of prompts that are remembered, each in about 100 bytes: 2,000 prompts of 1,000 tokens
@@ -119,15 +116,15 @@ class PromptHeads:
         """The head that a request begins with, and what is queued for it where it is a new one."""
         known = self._longest_known(request, beginnings)
         there = 0 if known is None else known.tokens
-        place, best = -1, float(LEAST_TOKENS) if there else 0.0
+        place, best = -1, float(LEAST_HEAD_TOKENS) if there else 0.0
         for at, value in enumerate(beginnings):
-            more = LEAST_TOKENS + at * BLOCK_TOKENS - there
+            more = LEAST_HEAD_TOKENS + at * BLOCK_TOKENS - there
             saved = more * (1 - 1 / self._seen.get(value, 1))  # for each that shares its cost
             if saved > best and more + there <= self.most_tokens:
                 place, best = at, saved
-        if best <= (LEAST_TOKENS if there else 0):
+        if best <= (LEAST_HEAD_TOKENS if there else 0):
             return known, ()
-        tokens, value = LEAST_TOKENS + place * BLOCK_TOKENS, beginnings[place]
+        tokens, value = LEAST_HEAD_TOKENS + place * BLOCK_TOKENS, beginnings[place]
         if value in self._heads or not self._make_room(tokens, known):
             return known, ()
         name = HeadId(f"head {-self._next_key}")
@@ -231,6 +228,6 @@ def _beginnings(request: Request) -> list[int]:
     ids, found, value = request.prompt_ids, list[int](), hash(request.adapter)
     for end in range(BLOCK_TOKENS, len(ids), BLOCK_TOKENS):
         value = hash((value, ids[end - BLOCK_TOKENS : end]))
-        if end >= LEAST_TOKENS:
+        if end >= LEAST_HEAD_TOKENS:
             found.append(value)
     return found

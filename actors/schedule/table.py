@@ -13,7 +13,6 @@ from actors.schedule.exegpt_waa import (
     decode_sizes,
     prefill_sizes,
 )
-from actors.schedule.heads import LEAST_TOKENS
 from actors.schedule.orca import OrcaScheduler, orca_sizes
 from actors.schedule.s3 import S3Scheduler, s3_sizes
 from actors.schedule.scheduler import QueueSizes, Scheduler
@@ -55,4 +54,4 @@ def make_scheduler(sizes: QueueSizes, stages: int) -> Scheduler:
 
 def queue_sizes(plan: PlanSpec, options: PolicyOptions, shares_heads: bool = False) -> QueueSizes:
     sizes = POLICIES[options.name].sizes(plan, options)
-    return replace(sizes, head_tokens=head_tokens(plan, LEAST_TOKENS)) if shares_heads else sizes
+    return replace(sizes, head_tokens=head_tokens(plan)) if shares_heads else sizes

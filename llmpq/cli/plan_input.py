@@ -111,7 +111,7 @@ def _requests(options: PlanCommand, model: str) -> Requests:
         if options.output_lengths is None:
             return found
         outputs = normal_lengths("output_lengths", options.output_lengths)
-        return replace(found, lengths=RequestLengths(found.lengths.prompts, outputs))
+        return replace(found, lengths=replace(found.lengths, outputs=outputs, correlation=0.0))
     if lengths is not None:
         return Requests(request_lengths(lengths, new_tokens), options.prompts, new_tokens)
     return Requests(

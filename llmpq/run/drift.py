@@ -174,7 +174,8 @@ class DriftWatch:
     def measured(self, outputs: OutputLengths) -> RequestLengths:
         """The lengths of the latest rows."""
         prompts = LengthDistribution.of_sample(self._record.prompts(self._latest))
-        return RequestLengths(prompts, outputs.distribution)
+        planned = self._plan.workload.heads.within(prompts.longest)
+        return RequestLengths(prompts, outputs.distribution, heads=planned)
 
 
 LEAST_ROWS = 64

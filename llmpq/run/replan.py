@@ -67,7 +67,8 @@ def replan_measured(plan: PlanSpec, measured: Measured, model: str | None = None
     if plan.job is not None:
         job = plan.job.job
         lengths = measured.lengths or job.lengths
-        workload = replace(job, prompts=measured.prompts_left, lengths=lengths)
+        heads = job.heads.within(lengths.longest_prompt)
+        workload = replace(job, prompts=measured.prompts_left, lengths=lengths, heads=heads)
     origin = _origin_of(plan).slowed(measured.slowdowns)
     found = _planned(plan, origin, workload, model)
     return replace(found, long_rows=plan.long_rows)

@@ -339,7 +339,10 @@ def seconds_per_row(
 
 
 def _prefill_s_per_row(plan: PlanSpec, tokens: float, slowdowns: Mapping[str, Slowdown]) -> float:
-    """Seconds of the slowest stage for a prompt of so many tokens in a planned micro-batch."""
+    """Seconds of the slowest stage for a prompt of so many tokens in a planned micro-batch; what it
+    shares with others is not computed.
+    """
+    tokens = plan.workload.heads.computed(tokens)
     slowest_s = max(
         _prefill_s(plan, stage, tokens) * _factor(slowdowns, stage).prefill for stage in plan.stages
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,9 +29,11 @@ from llmpq.workload.measured_lengths import MeasuredLengths, read_measured
 from llmpq.workload.measuring import InputMeasure, MeasuredRows
 from planner.lengths import (
     MOST_UNSEEN,
+    NO_HEADS,
     BoolArray,
     IntArray,
     Lengths,
+    PlannedHeads,
     RequestLengths,
     ended_together,
     expected_outputs,
@@ -86,6 +89,12 @@ class InputJob:
     def notes(self) -> tuple[str, ...]:
         """Sentences on rows that are not planned as the others are."""
         notes = []
+        if heads := self.ordinary.heads.kept_tokens:
+            each = self.ordinary.lengths.mean_prompt - self.ordinary.computed_tokens
+            notes.append(
+                f"prompts share {each:,.0f} tokens in the mean, of heads of {heads:,} tokens that "
+                "are computed once"
+            )
         if self.done:
             done = NamedRows(self.done, "")
             notes.append(f"{done.are} done already; planned for those that are left")
@@ -242,7 +251,7 @@ class _InputRows:
             beyond=self._named(~rows.done & ~fits),
             done=done,
             longest=longest_row(self.source, rows, ordinary),
-            requests=RequestLengths.of_pairs(rows.prompts[planned_for], outputs[planned_for]),
+            requests=self._requests(planned_for, outputs),
         )
         named = self._named(above)
         if cut is None or named is None:
@@ -284,10 +293,29 @@ class _InputRows:
         lengths = Lengths.of(pairs, source, limit, int(rows.total[numbers].max()))
         # No row of the input, the done ones too, may get more: it stays while a job goes on.
         default_limit = min(self.limit, int(rows.limits.max()))
-        return Job(len(numbers), lengths, default_limit)
+        heads = _heads(rows, chosen & rows.even).within(lengths.longest_prompt)
+        return Job(len(numbers), lengths, default_limit, heads=heads)
+
+    def _requests(self, chosen: BoolArray, outputs: IntArray) -> RequestLengths:
+        """The lengths of the chosen rows [rows]."""
+        found = RequestLengths.of_pairs(self.rows.prompts[chosen], outputs[chosen])
+        heads = _heads(self.rows, chosen & self.rows.even)
+        return replace(found, heads=heads.within(found.prompts.longest))
 
     def _named(self, chosen: BoolArray) -> NamedRows | None:
         return named_rows(self.source, self.rows, chosen) if chosen.any() else None
+
+
+def _heads(rows: MeasuredRows, sampled: BoolArray) -> PlannedHeads:
+    """Heads by which as many tokens are shared as those that were found in `sampled` rows [rows],
+    where rows share different ones or none.
+    """
+    shared = float(rows.shared[sampled].sum())
+    if not shared:
+        return NO_HEADS
+    most = rows.prompts[sampled] - 1
+    each = bisect_left(range(int(most.max())), shared, key=lambda n: np.minimum(n, most).sum())
+    return PlannedHeads(each, max(each, rows.head_tokens))
 
 
 @dataclass(frozen=True)
@@ -326,10 +354,12 @@ def batch_of_input(
     if (fits & ~within).any():
         notes.append(named_rows(source, rows, fits & ~within).longer_than(PLANNED))
     kept = rows.where(within)
-    derived = {
+    derived: dict[str, Any] = {
         "global_batch": min(len(kept), DEFAULT_WORKLOAD["global_batch"]),
         "prompt_length": int(kept.prompts.max()),
         "new_tokens": int(kept.limits.max()),
     }
+    heads = _heads(kept, kept.even)
     workload = Workload(**(derived | dict(given)))
+    workload = replace(workload, heads=heads.within(workload.prompt_length))
     return InputBatch(workload, tuple(notes), longest_row(source, rows, within))

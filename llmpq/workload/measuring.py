@@ -12,13 +12,15 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from actors.messages import Request
+from actors.schedule.heads import PromptHeads
 from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.rows.row import BadRow, Row
 from llmpq.tokenizing.prompting import Prompting
@@ -34,6 +36,9 @@ MOST_EVEN_ROWS = 5_000
 MOST_LONGEST_ROWS = 5_000
 """Rows of the most bytes that are tokenized."""
 
+MOST_HEAD_TOKENS = 2**13
+"""Tokens of the heads that are found: prompts of more kinds count as whole."""
+
 MOST_BYTES = 2**25
 """Bytes of either kind: some seconds of a tokenizer. A single row may have more."""
 
@@ -45,7 +50,8 @@ class MeasuredRows:
     `prompts`: tokens, estimated by bytes where `exact` is False. `limits`: the most new tokens.
     `even`: rows that stand for all. `finished`: output tokens of rows that have been generated
     already, else 0. `done`: rows that are not left of a job, as they have results. `places` are
-    those of `JobInput`.
+    those of `JobInput`. `shared`: tokens of a head that an even row begins with, as others do;
+    all heads together have `head_tokens`.
     """
 
     prompts: IntArray
@@ -55,9 +61,16 @@ class MeasuredRows:
     even: BoolArray
     finished: IntArray
     done: BoolArray
+    shared: IntArray
+    head_tokens: int = 0
 
     def where(self, chosen: BoolArray) -> MeasuredRows:
-        return MeasuredRows(*(values[chosen] for values in vars(self).values()))
+        kept: dict[str, Any] = {
+            name: values[chosen]
+            for name, values in vars(self).items()
+            if isinstance(values, np.ndarray)
+        }
+        return replace(self, **kept)
 
     @property
     def total(self) -> IntArray:
@@ -92,14 +105,14 @@ class InputMeasure:
         read = self._survey()
         even = read.even.copy()
         even[~read.done] = _even_rows(np.where(read.exact, 0, read.prompts)[~read.done])
+        read = replace(read, even=even)
         if self.prompt_length is not None:
             prompts = np.full(len(read), self.prompt_length)
-            exact = np.ones(len(prompts), dtype=bool)
+            read = replace(read, prompts=prompts, exact=np.ones(len(prompts), dtype=bool))
         else:
             chosen = ~read.exact & (even | _longest_rows(read) | (read.finished > 0))
-            exact = read.exact | chosen
-            prompts = self._with_tokens(read, chosen)
-        usable = replace(read, prompts=prompts, exact=exact, even=even).where(prompts > 0)
+            read = self._with_tokens(read, chosen)
+        usable = read.where(read.prompts > 0)
         if usable.done.all():
             raise InputError(f"{self._named}: no prompt has tokens; give --s")
         return usable
@@ -138,6 +151,7 @@ class InputMeasure:
             even=np.zeros(len(sizes), dtype=bool),
             finished=_numbers(finished),
             done=self._done(len(sizes), np.array(ids, dtype=np.uint64)),
+            shared=np.zeros(len(sizes), dtype=np.int64),
         )
 
     def _done(self, rows: int, ids: IdNumbers) -> BoolArray:
@@ -147,12 +161,16 @@ class InputMeasure:
         done = np.isin(ids, self.done)
         return np.zeros(rows, dtype=bool) if done.all() else done
 
-    def _with_tokens(self, read: MeasuredRows, chosen: BoolArray) -> IntArray:
-        """Tokens of each prompt [rows]: 0 for none, estimated by bytes if not chosen."""
-        tokens = read.prompts.copy()
-        if not chosen.any():
-            return tokens
-        tokens[chosen], why = self._tokenized(read.places[chosen])
+    def _with_tokens(self, read: MeasuredRows, chosen: BoolArray) -> MeasuredRows:
+        """The rows with their tokens, 0 for none, estimated by bytes if not chosen, and heads."""
+        looked_at, heads = chosen | (read.exact & read.even), PromptHeads(MOST_HEAD_TOKENS)
+        if not looked_at.any():
+            return read
+        tokens, shared = read.prompts.copy(), read.shared.copy()
+        with closing(self._tokenizer()) if chosen.any() else nullcontext() as tokenizer:
+            found, why = self._looked_at(read.where(looked_at), tokenizer, heads)
+        counted, shared[looked_at] = np.array(found).T
+        tokens[chosen] = counted[chosen[looked_at]]
         known, unknown = chosen & (tokens > 0), ~read.exact & ~chosen
         if not known.any() and not read.exact.any():
             first = f"; the first: {why}" if why else ""
@@ -160,17 +178,27 @@ class InputMeasure:
         if unknown.any() and known.any():
             share = tokens[known].sum() / read.prompts[known].sum()
             tokens[unknown] = np.ceil(read.prompts[unknown] * share)
-        return tokens
+        exact, counts = read.exact | chosen, heads.counts
+        rows = replace(read, prompts=tokens, exact=exact, shared=shared)
+        return replace(rows, head_tokens=counts.head_tokens)
 
-    def _tokenized(self, places: IntArray) -> tuple[list[int], str]:
-        """Tokens of prompts at `places` [places], 0 if not tokenized, and why the first was not."""
-        with closing(self._tokenizer()) as tokenizer:
-            found, why = [], ""
-            rows = self._rows_at(frozenset(places.tolist()))
-            for made in requests_of_any_length(rows, tokenizer):
-                found.append(len(made.prompt_ids) if isinstance(made, Request) else 0)
-                why = why or (made.error if isinstance(made, BadRow) else "")
-        if len(found) != len(places):
+    def _looked_at(
+        self, read: MeasuredRows, tokenizer: TokenizerProcess | None, heads: PromptHeads
+    ) -> tuple[list[tuple[int, int]], str]:
+        """Tokens of the prompts of `read`, 0 if not tokenized, and how many even ones share [rows];
+        why the first was not tokenized.
+        """
+        found, why = list[tuple[int, int]](), ""
+        rows = self._rows_at(frozenset(read.places.tolist()))
+        made = requests_of_any_length(rows, tokenizer)
+        for request, is_even in zip(made, read.even.tolist(), strict=False):
+            if isinstance(request, BadRow):
+                found.append((0, 0))
+                why = why or request.error
+                continue
+            shared = _shared_tokens(request, heads) if is_even else 0
+            found.append((len(request.prompt_ids), shared))
+        if len(found) != len(read):
             raise InputError(f"input {self._named} changed while it was read; plan again")
         return found, why
 
@@ -192,6 +220,17 @@ class InputMeasure:
         if tokenizer is None:
             raise SpecError(f"{self.model} has no tokenizer to measure the prompts; give --s")
         return tokenizer
+
+
+def _shared_tokens(request: Request, heads: PromptHeads) -> int:
+    """Tokens of a head that a request begins with; where this one led to the head, those of the
+    earlier request too that it was found by.
+    """
+    before = heads.counts
+    heads.place([request])
+    heads.end(request.custom_id)
+    new, more = heads.counts.head_tokens - before.head_tokens, heads.counts.shared_tokens
+    return new + more - before.shared_tokens
 
 
 def _numbers(values: array[int]) -> IntArray:

@@ -74,7 +74,7 @@ def same_lengths(tokens: int) -> LengthDistribution:
 def bound_request(requests: Requests, options: PlanOptions) -> BoundRequest:
     bound_s = options.request_bound_s
     return BoundRequest(
-        requests.lengths,
+        options.with_heads(requests.lengths),
         None if bound_s == math.inf else bound_s,
         options.quantile,
         options.schedule_kinds,
@@ -96,6 +96,7 @@ def requests_of(workload: Workload | Job | InputJob | Requests | RequestLengths)
     if isinstance(workload, Job):
         sample = workload.lengths
         lengths = RequestLengths.of_pairs(sample.prompt_tokens, sample.output_tokens)
+        lengths = replace(lengths, heads=workload.heads)
         return Requests(lengths, workload.prompts, workload.default_new_tokens)
     lengths = workload.requests or requests_of(workload.ordinary).lengths
     limit = workload.ordinary.default_new_tokens

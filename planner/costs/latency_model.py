@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import ceil, floor
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.lengths import Lengths
+from planner.lengths import NO_HEADS, Lengths, PlannedHeads
 from planner.model.shape import ModelShape
 from planner.optimiser.problem import FloatArray, JobPasses
 from planner.scheduling import Phase
-from planner.workload import MicroBatches, Workload
+from planner.workload import Job, MicroBatches, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +105,44 @@ class LatencyModel(ABC):
         """Where the times come from; the text starts with `estimated` if none is measured."""
 
     def layer_prefill_s(
-        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
+        self,
+        device: Device,
+        bits: int,
+        micro_batch: int,
+        prompt_length: int,
+        dtype: str,
+        shared: int = 0,
     ) -> float:
-        parts = self.layer_seconds(device, bits, "prefill", micro_batch, prompt_length, dtype)
-        return parts.whole_s
+        """Seconds of a layer, of prompts whose first `shared` tokens it has in its cache."""
+
+        def parts(length: int) -> tuple[float, float]:
+            each = self.layer_seconds(device, bits, "prefill", micro_batch, length, dtype)
+            return each.attention_s, each.rest_s
+
+        return sum(behind_head(prompt_length, shared, parts))
 
     def layer_decode_s(
         self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
     ) -> float:
         parts = self.layer_seconds(device, bits, "decode", micro_batch, context_length, dtype)
         return parts.whole_s
+
+
+_Part = TypeVar("_Part", float, FloatArray)
+
+
+def behind_head(
+    length: int, shared: int, parts: Callable[[int], tuple[_Part, _Part]]
+) -> tuple[_Part, _Part]:
+    """Seconds of attention and of the rest for prompts of `length` whose first `shared` tokens are
+    there, all but one at most. By those of whole prompts: attention is a longer one's less a
+    shorter one's, the rest that of the tokens that are left.
+    """
+    there = min(shared, length - 1)
+    if there <= 0:
+        return parts(length)
+    attention_s = parts(length)[0] - parts(there)[0] + parts(1)[0]
+    return attention_s, parts(length - there)[1]
 
 
 class DerivedLatency(LatencyModel):
@@ -225,7 +253,8 @@ _MEANS: WeakKeyDictionary[LatencyModel, dict[Hashable, float]] = WeakKeyDictiona
 class MicroBatchTimes:
     """Times of micro-batches, linear between whole sizes: of a batch all requests are alike; of a
     job micro-batches have their mean size, a prefill the mean over `prompts` (lengths with the
-    share of requests of each), a decode step the mean context.
+    share of requests of each), a decode step the mean context. The passes of `heads` count as parts
+    of all `prefills`.
     """
 
     latency: LatencyModel
@@ -233,6 +262,8 @@ class MicroBatchTimes:
     decode_requests: float
     prompts: tuple[tuple[int, float], ...]
     context: int
+    heads: PlannedHeads = NO_HEADS
+    prefills: float = 1.0
 
     @classmethod
     def of_batch(
@@ -241,13 +272,16 @@ class MicroBatchTimes:
         """Full micro-batches at the mean context, with half of the new tokens (LLM-PQ eq. 6)."""
         context = workload.prompt_length + workload.new_tokens // 2
         prompts = ((workload.prompt_length, 1.0),)
-        return cls(latency, sizes.prefill, sizes.decode, prompts, context)
+        prefills = ceil(workload.global_batch / sizes.prefill)
+        both = sizes.prefill, sizes.decode
+        return cls(latency, *both, prompts, context, workload.heads, prefills)
 
     @classmethod
-    def of_job(cls, latency: LatencyModel, lengths: Lengths, passes: JobPasses) -> MicroBatchTimes:
-        context = round(lengths.mean_context)
-        prompts = _classes(lengths)
-        return cls(latency, passes.prefill_requests, passes.decode_requests, prompts, context)
+    def of_job(cls, latency: LatencyModel, job: Job, passes: JobPasses) -> MicroBatchTimes:
+        context = round(job.lengths.mean_context)
+        prompts = _classes(job.lengths)
+        both = passes.prefill_requests, passes.decode_requests
+        return cls(latency, *both, prompts, context, job.heads, max(1.0, passes.prefills))
 
     def of_kind(self, kind: int) -> MicroBatchTimes:
         """Those of a model with only layers of one kind."""
@@ -255,18 +289,21 @@ class MicroBatchTimes:
 
     def prefill_s(self, device: Device, bits: int, dtype: str) -> float:
         known = _MEANS.setdefault(self.latency, {})
+        layer_s, shared = self.latency.layer_prefill_s, self.heads.shared_tokens
 
         def mean_s(size: int) -> float:
-            key = self.prompts, device.time_kind, bits, size, dtype
+            key = self.prompts, shared, device.time_kind, bits, size, dtype
             if key not in known:
-                layer_s = self.latency.layer_prefill_s
                 known[key] = sum(
-                    share * layer_s(device, bits, size, length, dtype)
+                    share * layer_s(device, bits, size, length, dtype, shared)
                     for length, share in self.prompts
                 )
             return known[key]
 
-        return _at(self.prefill_requests, mean_s)
+        prefill_s = _at(self.prefill_requests, mean_s)
+        if not self.heads.kept_tokens:
+            return prefill_s
+        return prefill_s + layer_s(device, bits, 1, self.heads.kept_tokens, dtype) / self.prefills
 
     def decode_s(self, device: Device, bits: int, dtype: str) -> float:
         layer_s = self.latency.layer_decode_s
@@ -275,7 +312,8 @@ class MicroBatchTimes:
         )
 
     def embedding_s(self, device: Device, dtype: str) -> tuple[float, float]:
-        tokens = self.prefill_requests * sum(length * share for length, share in self.prompts)
+        mean = sum(self.heads.computed(length) * share for length, share in self.prompts)
+        tokens = self.prefill_requests * mean
         prefill, decode = (
             _at(count, lambda rows: self.latency.embedding_s(device, rows, dtype))
             for count in (tokens, self.decode_requests)
@@ -331,16 +369,20 @@ PartsOf = Callable[[int, int], tuple[FloatArray, FloatArray]]
 """Seconds of attention and of the rest [N] for so many prompts that are all so long."""
 
 
-def unlike_prompts_s(prompts: Sequence[int], parts: PartsOf) -> FloatArray:
-    """Seconds of a micro-batch of `prompts` [N]: the rest of a layer as for prompts of their mean
-    length, attention as each prompt's share among as many of its own length (alone it would be 10
-    to 15 % less on a CPU).
+def unlike_prompts_s(prompts: Sequence[int], parts: PartsOf, shared: int = 0) -> FloatArray:
+    """Seconds of a micro-batch of `prompts` [N], the first `shared` tokens of which are there: the
+    rest of a layer as for prompts of their mean length, attention as each prompt's share among as
+    many of its own length (alone it would be 10 to 15 % less on a CPU).
     """
-    requests, mean = len(prompts), sum(prompts) / len(prompts)
+    requests = len(prompts)
+    mean = sum(max(1, each - shared) for each in prompts) / requests
     low, high = lengths_around(mean)
     rest_s = between(mean, low, high, lambda length: parts(requests, length)[1])
     lengths = Counter(near_length(prompt) for prompt in prompts)
-    attention_s = [count * parts(requests, length)[0] for length, count in lengths.items()]
+    of_length = partial(parts, requests)
+    attention_s = [
+        count * behind_head(length, shared, of_length)[0] for length, count in lengths.items()
+    ]
     return np.asarray(np.sum(attention_s, axis=0) / requests + rest_s)
 
 

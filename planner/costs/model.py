@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
-from planner.costs.communication import Transfers
+from planner.costs.communication import HostCopies, Transfers, cache_tensors
 from planner.costs.hosting import can_host, experts_bytes, host_memories, hosted_bytes
 from planner.costs.latency_model import LatencyModel, MicroBatchTimes
 from planner.costs.layer_units import grouped, told_apart
@@ -24,7 +25,14 @@ from planner.costs.memory import (
 )
 from planner.costs.placing import Placing
 from planner.costs.stage_rows import StageRows
-from planner.costs.stored_bytes import kv_cache_bytes_per_layer, layer_weight_bytes
+from planner.costs.stored_bytes import (
+    HEAD_SHARE,
+    LEAST_HEAD_TOKENS,
+    kept_of_requests,
+    kv_cache_bytes_per_layer,
+    layer_weight_bytes,
+)
+from planner.lengths import PlannedHeads
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
 from planner.optimiser.feasibility import is_feasible, stages_hold
@@ -119,11 +127,31 @@ class CostModel:
     def kv_bits(self) -> int:
         return kv_bits_of(self.options)
 
+    @property
+    def heads(self) -> PlannedHeads:
+        return self.workload.heads
+
     def kv_bytes_per_layer(self, device: Device, kind: int | None = None) -> int:
-        """Bytes of what a layer of a kind keeps of requests; None where there is but one kind."""
+        """Bytes of what a layer of a kind keeps of requests; None where there is but one kind. On a
+        CPU the room in which a run keeps heads is there too.
+        """
         shape, dtype = self.shape_on(device), self.dtype(device)
         own = shape if kind is None else shape.kind_shapes[kind]
-        return kv_cache_bytes_per_layer(own, self.workload, self.kv_bits, dtype)
+        kept = kv_cache_bytes_per_layer(own, self.workload, self.kv_bits, dtype)
+        if not (self.heads.kept_tokens and device.accelerator.is_cpu):
+            return kept
+        token, state = kept_of_requests(own, self.workload, self.kv_bits, dtype)
+        held = self.heads.kept_tokens * (token + state / LEAST_HEAD_TOKENS)
+        return kept + ceil(held / HEAD_SHARE)
+
+    def head_copy_s(self, device: Device, kind: int) -> float:
+        """Seconds in which a layer of a kind restores what it holds of a head, for one prompt."""
+        if not self.heads.shared_tokens:
+            return 0.0
+        shape = self.shape_on(device).kind_shapes[kind]
+        held = kept_of_requests(shape, self.workload, self.kv_bits, self.dtype(device))
+        tensors, link = cache_tensors(self.kv_bits, [shape]), device.host_link_bytes_per_s
+        return HostCopies(held[0], tensors, link, held[1]).one_way_s(self.heads.shared_tokens)
 
     def policy(self, sizes: MicroBatches) -> PolicyOptions:
         """The policy; mixed micro-batches have by default as many requests as a decode step."""
@@ -163,15 +191,15 @@ class CostModel:
         passes = self.passes(sizes, stages)
         if self.job is None or passes is None:
             return MicroBatchTimes.of_batch(self.latency, self.workload, sizes)
-        return MicroBatchTimes.of_job(self.latency, self.job.lengths, passes)
+        return MicroBatchTimes.of_job(self.latency, self.job, passes)
 
     def transfers(self, sizes: MicroBatches, stages: int) -> Transfers:
         passes = self.passes(sizes, stages)
-        prompt: float = self.workload.prompt_length
+        prompt = self.heads.computed(self.workload.prompt_length)
         both: tuple[float, float] = sizes.prefill, sizes.decode
         if self.job is not None and passes is not None:
             both = passes.prefill_requests, passes.decode_requests
-            prompt = self.job.lengths.mean_prompt
+            prompt = self.job.computed_tokens
         return Transfers(self.cluster, self.shape, both, prompt, self.head_on_first)
 
     def fixed_memory(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from math import ceil, floor
@@ -19,6 +19,7 @@ from planner.costs.communication import TOKEN_ID_BYTES, Transfers, hidden_bytes,
 from planner.costs.latency_model import (
     LatencyModel,
     LayerSeconds,
+    behind_head,
     between,
     lengths_around,
     near_length,
@@ -29,7 +30,7 @@ from planner.costs.model import CostModel
 from planner.model.layer_parts import LayerChoice
 from planner.optimiser.problem import FloatArray
 from planner.schedule.orca import MixedPass
-from planner.schedule.passes import Pass
+from planner.schedule.passes import Pass, computed_tokens
 from planner.scheduling import Phase
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES
@@ -63,7 +64,10 @@ def occupied_stages(devices: Sequence[Device], first_layer: Sequence[int]) -> Oc
 
 
 class PassTable:
-    """Seconds of passes, found once; `bitwidth` [L] indexes the costs' `placing.choices`."""
+    """Seconds of passes, found once; `bitwidth` [L] indexes the costs' `placing.choices`. Of the
+    workload's heads, prompts are restored and the rest of them is computed; the first pass computes
+    the heads too. Passes of both phases say themselves what is there of each prompt.
+    """
 
     def __init__(self, costs: CostModel, stages: OccupiedStages, bitwidth: Sequence[int]) -> None:
         bounds, chosen = stages.first_layer, [costs.placing.choices[each] for each in bitwidth]
@@ -71,6 +75,7 @@ class PassTable:
         layers = list(zip(costs.shape.kind_of_layer, chosen, strict=True))
         self.counts = [Counter(layers[a:b]) for a, b in pairwise(bounds)]
         """Layers of each stage by kind and choice."""
+        self._heads = costs.heads
         self._passes: dict[tuple[Phase, int, int, int], PassSeconds] = {}
         self._layers: dict[tuple[Phase, int, int], tuple[FloatArray, FloatArray]] = {}
         self._whole: dict[tuple[Phase, int, int], FloatArray] = {}
@@ -100,7 +105,23 @@ class PassTable:
     def _links(self) -> list[tuple[float, float, float]]:
         return link_terms(self.costs, self.devices)
 
+    @cached_property
+    def _copy_s(self) -> FloatArray:
+        """Seconds in which each stage restores a head for one prompt [N]."""
+        copy_s, stages = self.costs.head_copy_s, zip(self.devices, self.counts, strict=True)
+        counted = [(device, counts.items()) for device, counts in stages]
+        return np.array([sum(n * copy_s(d, kind) for (kind, _), n in own) for d, own in counted])
+
     def seconds(self, each: Pass) -> PassSeconds:
+        found = self._seconds(each)
+        if each.phase == "decode" or each.index or not self._heads.kept_tokens:
+            return found
+        tokens = self._heads.kept_tokens
+        compute_s = found.compute + self._compute("prefill", 1, tokens)
+        hop_s = np.add(found.transfer, self._hop_s(tokens, 1))
+        return replace(found, compute=tuple(compute_s.tolist()), transfer=tuple(hop_s.tolist()))
+
+    def _seconds(self, each: Pass) -> PassSeconds:
         if isinstance(each, MixedPass):
             return self._mixed(each)
         if each.prompts:
@@ -123,11 +144,10 @@ class PassTable:
                 prefill_s = prefill_s + constant_s - earlier_s
             if each.decodes:
                 least_s = self._known_s("decode", 1, 1)
+        if shared := self._heads.shared_tokens:
+            prefill_s = prefill_s + sum(start == shared for start, _ in each.parts) * self._copy_s
         compute_s = together_s(prefill_s, decode_s, least_s)
-        transfer = tuple(  # hops are linear in tokens, the last one in requests
-            latency_s + each.all_tokens * per_token_s + each.requests * per_request_s
-            for latency_s, per_token_s, per_request_s in self._links
-        )
+        transfer = self._hop_s(each.all_tokens, each.requests)
         return PassSeconds(tuple(compute_s.tolist()), transfer, tuple(decode_s.tolist()))
 
     def _prefill_s(self, lengths: Sequence[int]) -> FloatArray:
@@ -139,27 +159,42 @@ class PassTable:
 
     def _compute_of(self, each: Pass) -> tuple[float, ...]:
         length = each.tokens if each.phase == "prefill" else each.context_length
-        return tuple(self._compute(each.phase, each.requests, length, each.prompts).tolist())
+        shared = self._heads.shared_tokens
+        seconds = self._compute(each.phase, each.requests, length, each.prompts, shared)
+        return tuple(seconds.tolist())
 
     def _compute(
-        self, phase: Phase, requests: int, length: int, prompts: Sequence[int] = ()
+        self,
+        phase: Phase,
+        requests: int,
+        length: int,
+        prompts: Sequence[int] = (),
+        shared: int = 0,
     ) -> FloatArray:
+        """Seconds of a pass [N]; the first `shared` tokens of its prompts are restored."""
         latency, first = self.costs.latency, self.devices[0]
         head_stage = self.costs.head_stage(len(self.devices))
         head = self.devices[head_stage]
         if prompts:
-            tokens = sum(prompts)
-            stage_s = unlike_prompts_s(prompts, partial(self._layers_s, "prefill"))
+            tokens = sum(max(1, each - shared) for each in prompts)
+            stage_s = unlike_prompts_s(prompts, partial(self._layers_s, phase), shared)
         else:
-            tokens = requests * (length if phase == "prefill" else 1)
-            attention_s, rest_s = self._layers_s(phase, requests, length)
+            shared = shared if phase == "prefill" else 0
+            tokens = requests * (max(1, length - shared) if phase == "prefill" else 1)
+            attention_s, rest_s = self._layers_s(phase, requests, length, shared)
             stage_s = attention_s + rest_s
+        if shared:
+            stage_s = stage_s + requests * self._copy_s
         stage_s[0] += latency.embedding_s(first, tokens, self.costs.dtype(first))
         stage_s[head_stage] += latency.final_s(head, requests, self.costs.dtype(head))
         return stage_s
 
-    def _layers_s(self, phase: Phase, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
+    def _layers_s(
+        self, phase: Phase, requests: int, length: int, shared: int = 0
+    ) -> tuple[FloatArray, FloatArray]:
         """Seconds of attention and the rest of each stage's layers, both [N], for equal lengths."""
+        if shared:
+            return behind_head(length, shared, partial(self._layers_s, phase, requests))
         key = phase, requests, length
         if key not in self._layers:
             known: dict[Hashable, LayerSeconds] = {}
@@ -182,7 +217,7 @@ class PassTable:
         return self._layers[key]
 
     def _transfer(self, each: Pass) -> tuple[float, ...]:
-        costs, prompt = self.costs, each.all_tokens / each.requests
+        costs, prompt = self.costs, computed_tokens(each, self._heads) / each.requests
         both = each.requests, each.requests
         hops = Transfers(costs.cluster, costs.shape, both, prompt, costs.head_on_first)
         dtypes = [costs.dtype(device) for device in self.devices]
@@ -200,12 +235,17 @@ class PassTable:
         return self._between("decode", requests, context_tokens)
 
     def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        latency_s, per_token_s, per_request_s = np.array(self._links).T
-        tokens = requests * prompt_tokens
-        return np.asarray(latency_s + tokens * per_token_s + requests * per_request_s)
+        return np.array(self._hop_s(requests * self._heads.computed(prompt_tokens), requests))
 
     def decode_hop_s(self, requests: float) -> FloatArray:
-        return self.prefill_hop_s(requests, 1.0)
+        return np.array(self._hop_s(requests, requests))
+
+    def _hop_s(self, tokens: float, requests: float) -> tuple[float, ...]:
+        """Seconds of all hops [N]: linear in tokens, the last one in requests."""
+        return tuple(
+            latency_s + tokens * per_token_s + requests * per_request_s
+            for latency_s, per_token_s, per_request_s in self._links
+        )
 
     def _between(self, work: _Work, requests: float, length: float) -> FloatArray:
         requests, length = max(requests, 1.0), max(length, 1.0)
@@ -217,11 +257,12 @@ class PassTable:
         return between(requests, floor(requests), ceil(requests), of_whole)
 
     def _known_s(self, work: _Work, requests: int, length: int) -> FloatArray:
+        shared = self._heads.shared_tokens
         if work == "attention":
-            return self._layers_s("prefill", requests, length)[0]
+            return self._layers_s("prefill", requests, length, shared)[0]
         key = work, requests, length
         if key not in self._whole:
-            self._whole[key] = self._compute(*key)
+            self._whole[key] = self._compute(*key, shared=shared)
         return self._whole[key]
 
 

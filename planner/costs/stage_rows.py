@@ -71,14 +71,17 @@ class StageRows:
             if experts and shape.experts is None:
                 continue
             times, cells = self._times.of_kind(kind), list[list[float]]()
-            parts = times.latency.parts
+            parts, copies_s = times.latency.parts, 0.0 if experts else self._copies_s(device, kind)
             for choice, (bits, on_host) in enumerate(costs.placing.unit_choices):
                 part = parts.experts if experts else parts.rest
                 if on_host and not lacks[len(rows), choice]:
                     part = parts.hosted
                 own = replace(times, latency=part)
                 cells.append(
-                    [own.prefill_s(device, bits, dtype), own.decode_s(device, bits, dtype)]
+                    [
+                        own.prefill_s(device, bits, dtype) + copies_s,
+                        own.decode_s(device, bits, dtype),
+                    ]
                 )
             rows.append(cells)
         return np.concatenate([np.moveaxis(np.array(rows), 2, 0), [held, hosted, lacks]])
@@ -108,10 +111,18 @@ class StageRows:
         dtype, bits = self._costs.dtype(device), self._costs.options.bits
         kinds = range(len(self._costs.shape.kind_shapes))
         cells = [(self._times.of_kind(kind), each) for kind in kinds for each in bits]
+        copies_s = [self._copies_s(device, kind) for kind in kinds for _ in bits]
         return [
-            [float(times.prefill_s(device, each, dtype)) for times, each in cells],
+            [
+                float(times.prefill_s(device, each, dtype)) + copy_s
+                for (times, each), copy_s in zip(cells, copies_s, strict=True)
+            ],
             [float(times.decode_s(device, each, dtype)) for times, each in cells],
         ]
+
+    def _copies_s(self, device: Device, kind: int) -> float:
+        """Seconds in which a layer of a kind restores the heads of a prefill's prompts."""
+        return self._times.prefill_requests * self._costs.head_copy_s(device, kind)
 
     def _free_bytes(self, device: Device, stage: int) -> float:
         is_first, is_last = stage == 0, stage == self._stages - 1

@@ -22,6 +22,14 @@ _ORDERED_BITS = (3, 4)
 
 _FLOAT32_BYTES = 4
 
+HEAD_SHARE = 0.25
+"""Share of the host memory for keys and values that heads have which prompts share; requests that
+are parked or handed over have the rest."""
+
+LEAST_HEAD_TOKENS = 64
+"""Tokens of the shortest head: each takes a pass of its own, and every copy a call for each tensor
+of each layer, which shorter ones do not win back."""
+
 
 def layer_weight_bytes(
     shape: ModelShape, bits: int, device: Device, dtype: str, backend: str | None = None

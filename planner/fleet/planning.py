@@ -61,6 +61,7 @@ class FleetRequest:
 
 def find_fleet(request: FleetRequest, clock: Callable[[], float] = time.perf_counter) -> FleetSpec:
     _check(request)
+    request = replace(request, job=request.options.with_heads(request.job))
     asked = PlanningRequest.of(request.cluster, request.shape, request.job, request.options)
     with naming_remedies(asked):
         return with_fitting_cache(
@@ -80,7 +81,7 @@ def number_of(replicas: int | str) -> int | None:
 def as_job(workload: Workload | Job) -> Job:
     if isinstance(workload, Job):
         return workload
-    return Job.of(workload.global_batch, workload.prompt_length, workload.new_tokens)
+    return Job.of_batch(workload)
 
 
 def _check(request: FleetRequest) -> None:

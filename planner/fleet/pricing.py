@@ -139,7 +139,7 @@ def ceiling_tokens_per_s(costs: CostModel, job: Job, devices: Sequence[Device]) 
 
 def device_tokens_per_s(costs: CostModel, job: Job, device: Device) -> float:
     """Rate of one device that computes all layers, of which it need hold but one."""
-    dtype, lengths = costs.dtype(device), job.lengths
+    dtype, lengths, shared = costs.dtype(device), job.lengths, job.heads.shared_tokens
     most = _most_requests(costs, job, device)
     sizes = [*(1 << power for power in range(most.bit_length())), most]
     prompt, context = max(1, round(lengths.mean_prompt)), round(lengths.mean_context)
@@ -147,7 +147,7 @@ def device_tokens_per_s(costs: CostModel, job: Job, device: Device) -> float:
     for kind, count in enumerate(costs.shape.kind_counts):
         layer = costs.latency.of_kind(kind)
         whole_s += count * min(
-            min(layer.layer_prefill_s(device, bits, n, prompt, dtype) / n for n in sizes)
+            min(layer.layer_prefill_s(device, bits, n, prompt, dtype, shared) / n for n in sizes)
             + (lengths.mean_output - 1)
             * min(layer.layer_decode_s(device, bits, n, context, dtype) / n for n in sizes)
             for bits in costs.options.bits

@@ -27,6 +27,7 @@ from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.problem import JobPasses
 from planner.options import AUTO, PlanOptions
 from planner.plan.builder import build_plan
+from planner.plan.kv_copies import warned_of_heads
 from planner.plan.origin import origin_of
 from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec, Role, StagePlan
@@ -150,7 +151,12 @@ def find_bounded_plan(
             raise
     importance = planned_importance(found, options, shape)
     origin = origin_of(cluster, options, files_of_costs(options))
-    return replace(found, origin=origin, importance=importance)
+    plan = replace(found, origin=origin, importance=importance)
+    if warned_of_heads(plan):
+        options = options.without_heads
+        request = replace(request, lengths=options.with_heads(request.lengths))
+        return find_bounded_plan(cluster, shape, source, request, options, clock)
+    return plan
 
 
 def bounded_options(options: PlanOptions) -> PlanOptions:

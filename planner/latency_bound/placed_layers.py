@@ -253,13 +253,13 @@ def _rates(costs: CostModel, job: Job, device: Device) -> tuple[float, float]:
     """Requests per second that a device with all layers prefills, and decodes, at the fastest
     bitwidth for each.
     """
-    lengths, dtype = job.lengths, costs.dtype(device)
+    lengths, dtype, shared = job.lengths, costs.dtype(device), job.heads.shared_tokens
     prompt, context = round(lengths.mean_prompt), round(lengths.mean_context)
-    at_once = max(1, PREFILL_TOKENS // prompt)
+    at_once = max(1, int(PREFILL_TOKENS // job.computed_tokens))
     prefill_s = step_s = 0.0
     for kind, count in enumerate(costs.shape.kind_counts):
         layer, bits = costs.latency.of_kind(kind), costs.options.bits
-        prefills = (layer.layer_prefill_s(device, b, at_once, prompt, dtype) for b in bits)
+        prefills = (layer.layer_prefill_s(device, b, at_once, prompt, dtype, shared) for b in bits)
         steps = (layer.layer_decode_s(device, b, DECODING, context, dtype) for b in bits)
         prefill_s += count * min(prefills)
         step_s += count * min(steps)

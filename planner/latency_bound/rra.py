@@ -161,8 +161,8 @@ class RraSpace(ScheduleSpace):
     def _turns(self, newcomers: int, groups: int) -> tuple[int, ...]:
         key = newcomers, groups
         if key not in self._known_turns:
-            prompts = self.request.lengths.prompts
-            self._known_turns[key] = shortest_turns(self.placement.times, prompts, *key)
+            times, lengths = self.placement.times, self.request.lengths
+            self._known_turns[key] = shortest_turns(times, lengths, *key)
         return self._known_turns[key]
 
     def _has_room(self, schedule: RequestSchedule, prefill_micro_batch: int) -> bool:

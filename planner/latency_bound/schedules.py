@@ -209,7 +209,8 @@ PROMPTS = 10_000
 
 
 def job_of(request: BoundRequest) -> Job:
-    return Job(request.prompts or PROMPTS, sampled_lengths(request.lengths))
+    lengths = request.lengths
+    return Job(request.prompts or PROMPTS, sampled_lengths(lengths), heads=lengths.heads)
 
 
 def sampled_lengths(lengths: RequestLengths) -> Lengths:
@@ -281,10 +282,11 @@ def turn_s(
 
 
 def shortest_turns(
-    times: StageSeconds, prompts: LengthDistribution, newcomers: int, groups: int
+    times: StageSeconds, lengths: RequestLengths, newcomers: int, groups: int
 ) -> tuple[int, ...]:
     """Prefill micro-batches for groups of so many newcomers, that of the shortest turn first."""
-    sizes = prefill_sizes(newcomers, prompts.mean)
+    prompts = lengths.prompts
+    sizes = prefill_sizes(newcomers, lengths.computed_tokens)
     return tuple(sorted(sizes, key=lambda size: turn_s(times, prompts, newcomers, groups, size)))
 
 

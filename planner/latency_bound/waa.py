@@ -102,7 +102,7 @@ class WaaPlanner(KindPlanner):
 
 
 def _prefilling(costs: CostModel, schedule: RequestSchedule, job: Job, limit_s: float) -> CostModel:
-    size = prefill_sizes(schedule.prefill_requests, job.lengths.mean_prompt)[-1]
+    size = prefill_sizes(schedule.prefill_requests, job.computed_tokens)[-1]
     largest = replace(schedule, prefill_micro_batch=size)
     workload = prompts_in_flight(largest, len(costs.cluster.devices), job)
     batch = workload.global_batch
@@ -130,7 +130,7 @@ def prompts_in_flight(schedule: RequestSchedule, stages: int, job: Job) -> Workl
     """
     under_way = SHORT_PROMPTS * schedule.prefill_micro_batch * (stages + WAITING)
     requests = min(MAX_REQUESTS, schedule.prefill_requests * stages, under_way)
-    return Workload(requests, job.lengths.longest_prompt, 1)
+    return Workload(requests, job.lengths.longest_prompt, 1, heads=job.heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +211,7 @@ class WaaSpace(ScheduleSpace):
         """
         schedule = self._of(*point)
         fits = self._decodes(schedule)
-        sizes = prefill_sizes(schedule.prefill_requests, self.request.lengths.prompts.mean)
+        sizes = prefill_sizes(schedule.prefill_requests, self.job.computed_tokens)
         tried = [replace(schedule, prefill_micro_batch=size) for size in sizes]
         roomy = [each for each in tried if fits and self._prefills(each)]
         return max(roomy or tried[:1], key=self._merit), bool(roomy)

@@ -4,6 +4,7 @@ prefill to decode stages.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,20 +14,16 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import HostCopies, handover_terms, park_tokens_from
-from planner.costs.stored_bytes import kept_of_requests
+from planner.costs.stored_bytes import HEAD_SHARE, LEAST_HEAD_TOKENS, kept_of_requests
 from planner.lengths import FloatArray
 from planner.model.shape import ModelShape
-from planner.plan.spec import PlanSpec, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan, parts_of
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import FULL_BITS
 
 HOST_SHARE = 0.5
 """Share of a node's memory that its stages may park in: loading and Ray's object store need the
-rest."""
-
-HEAD_SHARE = 0.25
-"""Share of that room for heads that prompts share; requests that are parked or handed over have the
 rest."""
 
 UNSTATED_BYTES = 4 * 2**30
@@ -63,12 +60,26 @@ def host_tokens(plan: PlanSpec) -> int:
     return min(_rooms(plan, host_copies(plan), mean, 1 - HEAD_SHARE))
 
 
-def head_tokens(plan: PlanSpec, least: int) -> int:
-    """Tokens of heads that prompts share, each of at least so many, with room in host memory on
-    every stage: at most as many as the KV cache has.
+def head_tokens(plan: PlanSpec) -> int:
+    """Tokens of heads that prompts share, with room in host memory on every stage: at most as many
+    as the KV cache has.
     """
-    rooms = _rooms(plan, host_copies(plan), least, HEAD_SHARE)
+    rooms = _rooms(plan, host_copies(plan), LEAST_HEAD_TOKENS, HEAD_SHARE)
     return min(plan.workload.kv_tokens, *rooms)
+
+
+def warned_of_heads(plan: PlanSpec) -> bool:
+    """Whether copies of the planned heads have no room, of which a warning is given then."""
+    wanted = min(plan.workload.heads.kept_tokens, plan.workload.kv_tokens)
+    room = head_tokens(parts_of(plan)[0]) if wanted else 0
+    if room >= wanted:
+        return False
+    warnings.warn(
+        f"heads that prompts share have {wanted} tokens, but the hosts' memory has room for copies "
+        f"of {room}; planned as if none were shared: state more host_memory_gib",
+        stacklevel=2,
+    )
+    return True
 
 
 def _cluster(plan: PlanSpec) -> ClusterSpec | None:
@@ -110,8 +121,8 @@ def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
     tokens = np.arange(1, longest + 1, dtype=np.float64)
     times = stage.modelled
     if times is None:
-        prompts = plan.micro_batches.prefill * plan.workload.prompt_length
-        return tokens * (stage.prefill_s / prompts)
+        prompt = plan.workload.heads.computed(plan.workload.prompt_length)
+        return tokens * (stage.prefill_s / (plan.micro_batches.prefill * prompt))
     curve = times.prefill[0]
     whole_s = curve.seconds_at(tokens) / curve.requests
     return np.maximum(0.0, whole_s - times.decode[0].seconds[0])

@@ -17,7 +17,7 @@ from planner.lengths import FloatArray, IntArray
 from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.schedule.orca import MixedPass
-from planner.schedule.passes import JobRows, Pass, policy_sizes
+from planner.schedule.passes import JobRows, Pass, computed_tokens, policy_sizes
 from planner.scheduling import Phase, RequestSchedule
 from planner.simulation.pictures import named_tracks, simulated_events, span
 from planner.simulation.simulation import Simulated, simulate, simulate_passes
@@ -89,11 +89,14 @@ def _seconds(plan: PlanSpec, stage: StagePlan, each: Pass) -> tuple[float, float
     if stage.modelled is not None:
         length = each.context_length if is_decode else each.tokens
         lengths = np.array(each.prompts or (length,) * each.requests, dtype=np.int64)
-        hop_s = stage.modelled.transfer_s(each.all_tokens, each.requests)
+        there = np.minimum(0 if is_decode else plan.workload.heads.shared_tokens, lengths - 1)
+        hop_s = stage.modelled.transfer_s(each.all_tokens - int(there.sum()), each.requests)
+        if there.any():
+            return stage.modelled.pass_s(there, lengths - there), hop_s
         return stage.modelled.compute_s(is_decode, lengths), hop_s
     if is_decode:
         return stage.decode_s, stage.decode_comm_s
-    share = each.all_tokens / _prefill_tokens(plan)
+    share = computed_tokens(each, plan.workload.heads) / plan.timed_sizes[0]
     return share * stage.prefill_s, share * stage.prefill_comm_s
 
 
@@ -105,16 +108,10 @@ def _mixed_seconds(plan: PlanSpec, stage: StagePlan, each: MixedPass) -> tuple[f
         starts, counts = np.array((*steps, *each.parts), dtype=np.int64).T
         hop_s = stage.modelled.transfer_s(each.all_tokens, each.requests)
         return stage.modelled.pass_s(starts, counts), hop_s
-    share = prompt_tokens / _prefill_tokens(plan)
+    share = prompt_tokens / plan.timed_sizes[0]
     has_steps = min(1, each.decodes)
     compute_s = share * stage.prefill_s + has_steps * stage.decode_s
     return compute_s, share * stage.prefill_comm_s + has_steps * stage.decode_comm_s
-
-
-def _prefill_tokens(plan: PlanSpec) -> float:
-    if plan.job is None:
-        return plan.micro_batches.prefill * plan.workload.prompt_length
-    return plan.job.passes.prefill_requests * plan.job.job.lengths.mean_prompt
 
 
 def time_scale(plan: PlanSpec) -> float:
@@ -338,6 +335,6 @@ def _steady_seconds(plan: PlanSpec, each: Pass, prompt_tokens: float) -> PassSec
         compute = tuple(stage.decode_s for stage in plan.stages)
         return PassSeconds(compute, tuple(stage.decode_comm_s for stage in plan.stages))
     tokens, _ = plan.timed_sizes
-    share = each.requests * prompt_tokens / tokens
+    share = each.requests * plan.workload.heads.computed(prompt_tokens) / tokens
     compute = tuple(share * stage.prefill_s for stage in plan.stages)
     return PassSeconds(compute, tuple(share * stage.prefill_comm_s for stage in plan.stages))

@@ -245,13 +245,15 @@ class PlanSpec(Saved):
 
     @property
     def timed_sizes(self) -> tuple[float, float]:
-        """Tokens of a prefill, requests of a step that are timed: full, or mean ones of a job."""
+        """Computed tokens of a prefill, requests of a step that are timed: full, or of a job mean
+        ones.
+        """
         sizes = self.micro_batches
         if self.job is None:
-            return sizes.prefill * self.workload.prompt_length, sizes.decode
+            prompt = self.workload.heads.computed(self.workload.prompt_length)
+            return sizes.prefill * prompt, sizes.decode
         passes = self.job.passes
-        prompt = self.job.job.lengths.mean_prompt
-        return passes.prefill_requests * prompt, passes.decode_requests
+        return passes.prefill_requests * self.job.job.computed_tokens, passes.decode_requests
 
     @property
     def default_new_tokens(self) -> int | None:

@@ -72,7 +72,7 @@ def job_passes(job: Job, slots: int, sizes: MicroBatches, stages: int) -> JobPas
         return JobPasses(prefills, bursts, 0.0, 0.0, job.prompts / prefills, sizes.decode)
     share = rows * mean_steps / (counted_steps * fewer)
     decode_steps = steps / (share * slots)
-    slowest = _slowest_share(job.lengths, sizes.prefill, max(1, round(prefills / bursts)))
+    slowest = _slowest_share(job, sizes.prefill, max(1, round(prefills / bursts)))
     return JobPasses(
         prefills=prefills,
         bursts=min(bursts * slowest, prefills),
@@ -92,7 +92,7 @@ def _alike_passes(job: Job, slots: int, sizes: MicroBatches, stages: int) -> Job
     bursts = float(filled)
     if not steps:
         bursts = _bursts_of_prefills(prefills, ceil(slots / sizes.prefill), stages)
-    slowest = _slowest_share(job.lengths, sizes.prefill, max(1, round(prefills / bursts)))
+    slowest = _slowest_share(job, sizes.prefill, max(1, round(prefills / bursts)))
     return JobPasses(
         prefills=float(prefills),
         bursts=min(bursts * slowest, float(prefills)),
@@ -185,11 +185,13 @@ def _counted(
 
 
 @lru_cache(maxsize=1024)
-def _slowest_share(lengths: Lengths, requests: int, prefills: int) -> float:
-    if len(set(lengths.prompt_tokens)) == 1:
+def _slowest_share(job: Job, requests: int, prefills: int) -> float:
+    prompts = job.lengths.prompt_tokens
+    if len(set(prompts)) == 1:
         return 1.0
+    computed = np.maximum(1, np.array(prompts) - job.heads.shared_tokens)
     drawn = np.random.default_rng(0).choice(
-        lengths.prompt_tokens, (DRAWN_BURSTS, min(prefills, MOST_DRAWN), requests)
+        computed, (DRAWN_BURSTS, min(prefills, MOST_DRAWN), requests)
     )
     return float(drawn.sum(axis=2).max(axis=1).mean() / drawn.sum(axis=2).mean())
 

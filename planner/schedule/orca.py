@@ -161,6 +161,7 @@ class OrcaSchedule:
                 "give at least 1 of each"
             )
         self._texts, self._outputs = list(rows.prompts), list(rows.outputs)
+        self._shared = rows.shared
         self._most = reservations(rows, sizes.n_slots)
         self._policy = self._make_policy(sizes, stages)
         self._reserved = self._first_reservations(rows)
@@ -214,16 +215,21 @@ class OrcaSchedule:
             prompt.written += count
         free = policy.sizes.slots - self._running if policy.sizes.slots else None
         for waiting in policy.admitted(cohort.requests, tokens, self._available, free):
-            count = policy.part(waiting.text)
+            count, there = policy.part(waiting.text), self._there(waiting.request)
             self._take(waiting)
-            cohort.prompts.append(PromptParts(waiting.request, count))
-            parts.append((0, count))
+            cohort.prompts.append(PromptParts(waiting.request, there + count))
+            parts.append((there, count))
         return parts
+
+    def _there(self, request: int) -> int:
+        """Tokens of a request's text that are restored, so that at least one is computed."""
+        return min(self._shared, self._texts[request] - 1)
 
     def _draw(self, most: int) -> None:
         while self._queued < len(self._outputs) and len(self._policy.queue) < most:
             request = self._queued
-            self._policy.queue.add(Waiting(request, self._texts[request], self._reserved[request]))
+            text = self._texts[request] - self._there(request)
+            self._policy.queue.add(Waiting(request, text, self._reserved[request]))
             self._queued += 1
 
     def _take(self, waiting: Waiting) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.lengths import PlannedHeads
 from planner.schedule.turns import Turns
 from planner.scheduling import TOKEN_POLICIES, Phase, PolicyName, PolicyOptions, RequestSchedule
 from planner.workload import Job, MicroBatches, Workload
@@ -35,21 +36,32 @@ class Pass:
         return sum(self.prompts) if self.prompts else self.requests * self.tokens
 
 
+def computed_tokens(each: Pass, heads: PlannedHeads) -> float:
+    """Tokens that a pass of one phase computes."""
+    if each.phase == "decode":
+        return each.all_tokens
+    prompts = each.prompts or (each.tokens,) * each.requests
+    return sum(map(heads.computed, prompts))
+
+
 @dataclass(frozen=True)
 class JobRows:
     """Prompt and output tokens of a job's requests [R] in queue order, the most tokens each may
-    `reserve` (None: those), and the new tokens a predictor expects (None: the most).
+    `reserve` (None: those), and the new tokens a predictor expects (None: the most). Each prompt
+    begins with `shared` tokens that are not computed.
     """
 
     prompts: Sequence[int]
     outputs: Sequence[int]
     reserved: Sequence[int] | None = None
     expected: Sequence[int] | None = None
+    shared: int = 0
 
     @classmethod
     def alike(cls, workload: Workload) -> JobRows:
-        rows = workload.global_batch
-        return cls([workload.prompt_length] * rows, [workload.new_tokens] * rows)
+        rows, shared = workload.global_batch, workload.heads.shared_tokens
+        prompts, outputs = [workload.prompt_length] * rows, [workload.new_tokens] * rows
+        return cls(prompts, outputs, shared=shared)
 
     @classmethod
     def of(cls, job: Job, count: int) -> JobRows:
@@ -57,7 +69,8 @@ class JobRows:
         prompts, outputs = job.lengths.rows(count)
         reserved = job.lengths.reserved(prompts, outputs)
         expected = None if job.predictor is None else job.predictor.predicted(outputs)
-        return cls(prompts.tolist(), outputs.tolist(), reserved.tolist(), expected)
+        both, shared = (prompts.tolist(), outputs.tolist()), job.heads.shared_tokens
+        return cls(*both, reserved.tolist(), expected, shared)
 
 
 def reservations(rows: JobRows, n_slots: int) -> list[int]:

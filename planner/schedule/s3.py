@@ -217,7 +217,8 @@ class S3Schedule(OrcaSchedule):
         self.recomputed_tokens += context
         self._reserved[request] = outgrown.doubled
         self._again.add(request)
-        self._policy.queue.add(Waiting(request, context + 1, outgrown.doubled, is_urgent=True))
+        text = context + 1 - self._there(request)
+        self._policy.queue.add(Waiting(request, text, outgrown.doubled, is_urgent=True))
 
     def _take(self, waiting: Waiting) -> None:
         super()._take(waiting)

@@ -13,6 +13,7 @@ from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
 from planner.options import PlanOptions, quality_of
 from planner.plan.builder import build_plan
+from planner.plan.kv_copies import warned_of_heads
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec
 from planner.profiles.perplexity_fit import perplexity_forecast
@@ -60,7 +61,10 @@ def find_plan(
         found = with_fitting_cache(request, lambda each: _find(each, source, clock))
     origin = origin_of(cluster, options, files_of_costs(options))
     importance = planned_importance(found.plan, options, shape)
-    return replace(found, plan=replace(found.plan, origin=origin, importance=importance))
+    plan = replace(found.plan, origin=origin, importance=importance)
+    if warned_of_heads(plan):
+        return find_plan(cluster, shape, source, workload, options.without_heads, clock)
+    return replace(found, plan=plan)
 
 
 def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:

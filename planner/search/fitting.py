@@ -52,7 +52,7 @@ def searched_sizes(costs: CostModel, stages: int) -> Sequence[MicroBatches]:
     batch, options = costs.workload.global_batch, costs.options
     if costs.job is None:
         return _with_fixed(micro_batch_pairs(batch, stages), options)
-    return _with_fixed(pairs_of_job(batch, stages, costs.job.lengths.mean_prompt), options)
+    return _with_fixed(pairs_of_job(batch, stages, costs.job.computed_tokens), options)
 
 
 def smallest_sizes(options: PlanOptions) -> MicroBatches:

@@ -60,6 +60,7 @@ class PlanningRequest:
     ) -> PlanningRequest:
         """The request for a batch or a job; SpecError for options that belong to the other one."""
         if isinstance(workload, Job):
+            workload = options.with_heads(workload)
             if options.objective != PlanOptions().objective:
                 raise SpecError(
                     f"objective {options.objective} is of one batch, not of a job; fix the batch "
@@ -79,7 +80,7 @@ class PlanningRequest:
                 "of whose answers are of one length; give a job (--input or --prompts), or leave "
                 "it out"
             )
-        return cls(cluster, shape, workload, options)
+        return cls(cluster, shape, options.with_heads(workload), options)
 
     def with_options(self, **changed: Any) -> PlanningRequest:
         return replace(self, options=replace(self.options, **changed))

@@ -145,7 +145,7 @@ def simulate_job_assignment(
     costs, job = table.costs, table.costs.job
     if job is None:
         batch = costs.workload
-        job = Job.of(batch.global_batch, batch.prompt_length, batch.new_tokens)
+        job = Job.of_batch(batch)
     decode: dict[tuple[int, int], PassSeconds] = {}
 
     def seconds(each: Pass) -> PassSeconds:
@@ -204,7 +204,7 @@ def _passes(job: Job, slots: int, sizes: Sizes, stages: int) -> float:
         return prefills + turns * schedule.decode_steps
     iterations, chunk = job.lengths.mean_output, sizes.prefill_chunk_tokens
     if chunk:
-        iterations += job.lengths.mean_prompt / chunk
+        iterations += job.computed_tokens / chunk
     return job.prompts * iterations / max(1.0, min(sizes.max_batch_size, slots / stages))
 
 

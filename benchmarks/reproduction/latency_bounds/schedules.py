@@ -131,8 +131,8 @@ class RraSchedules:
     def _sizes(self, newcomers: int, groups: int) -> tuple[int, ...]:
         """Prefill micro-batches for so many newcomers of a group, the best one first."""
         if (newcomers, groups) not in self._prefills:
-            prompts = self.setting.lengths.prompts
-            found = shortest_turns(self.pipeline.grid_times, prompts, newcomers, groups)
+            times, lengths = self.pipeline.grid_times, self.setting.lengths
+            found = shortest_turns(times, lengths, newcomers, groups)
             self._prefills[newcomers, groups] = found
         return self._prefills[newcomers, groups]
 
@@ -271,7 +271,7 @@ class WaaSchedules:
         groups = shortest_round(self.divided.decode, lengths, decoding)
         schedule = waa_schedule(self.kind, lengths, decoding, groups, 1)
         newcomers, prefill = schedule.prefill_requests, self.divided.prefill
-        size = shortest_turns(prefill.grid_times, lengths.prompts, newcomers, 1)[0]
+        size = shortest_turns(prefill.grid_times, lengths, newcomers, 1)[0]
         return replace(schedule, prefill_micro_batch=size)
 
     def point_of(self, newcomers: int) -> ControlPoint:

@@ -65,6 +65,16 @@ def run(main: Callable[[list[str]], int], *arguments: str) -> int:
             ["--strict-profiles"],
             "--strict_profiles has no effect without --profiles",
         ),
+        (
+            ONE_T4.replace("SIZE", "8"),
+            ["--shared_tokens", "16"],
+            "shared_tokens is 16, but prompts have at most 16 tokens",
+        ),
+        (
+            ONE_T4.replace("SIZE", "8"),
+            ["--shared_tokens", "-1"],
+            "shared_tokens is -1; it must be at least 0",
+        ),
     ],
 )
 def test_what_cannot_be_planned_with(

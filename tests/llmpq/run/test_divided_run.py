@@ -86,6 +86,23 @@ def test_a_session_keeps_the_stages_from_run_to_run(
         assert session._shared.stages.of(session.spec) is group
 
 
+def test_heads_are_computed_once_where_prompts_are_prefilled(tiny: tuple[Path, Any]) -> None:
+    heads, tails = random_prompts((64, 80)), random_prompts(range(2, 17, 2), seed=1)
+    rows = [list(heads[i % 2] + tail) for i, tail in enumerate(tails)]
+    folder, model = tiny
+    spec = divided_plan(folder, (0.01,), (0.01,), lengths=(96, NEW_TOKENS))
+    expected = references(model, [tuple(row) for row in rows], NEW_TOKENS)
+    with Plan(spec).session() as session:
+        for again in (False, True):
+            results = session.run(rows)
+            found = {result.custom_id: list(result.token_ids) for result in results}
+            assert found == {f"row-{i}": tokens for i, tokens in enumerate(expected)}
+            summary = results.summary
+            assert summary is not None
+            computed = sum(map(len, tails)) + (0 if again else 64 + 80)
+            assert [stage.prefill_tokens for stage in summary.stages] == [computed, 0]
+
+
 def test_all_stages_of_a_plan_are_shown_in_the_order_of_a_prompts_way(spec: PlanSpec) -> None:
     shown = undivided(spec)
     assert [stage.index for stage in shown.stages] == [0, 1, 2]

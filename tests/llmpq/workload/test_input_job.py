@@ -12,8 +12,9 @@ from actors.stage.spec import stage_spec
 from llmpq import Cluster, InputJob, Job, Workload, job_of_input
 from llmpq.cli import plan as plan_cli
 from llmpq.workload import measured_lengths
-from llmpq.workload.input_job import job_of_prompts
+from llmpq.workload.input_job import batch_of_input, job_of_prompts
 from llmpq.workload.long_rows import LongRowRule
+from llmpq.workload.request_lengths import requests_of
 from planner.plan.spec import PlanSpec
 from quant.common.errors import InfeasibleError, InputError, SpecError
 from tests.llmpq.fake_jobs import write_prompts
@@ -216,7 +217,8 @@ def test_slots_are_as_long_as_the_longest_row(tmp_path: Path) -> None:
     source = write_prompts(tmp_path / "in.jsonl", *rows)
     found = job_of_input(source, MODEL)
     assert (found.long_rows, found.beyond) == (None, None)
-    assert found.ordinary.in_flight(3) == Workload(3, 700, 500, slot_tokens=780)
+    heads = found.ordinary.heads
+    assert found.ordinary.in_flight(3) == Workload(3, 700, 500, slot_tokens=780, heads=heads)
     plan = Cluster.from_counts(["T4"], [1]).plan(MODEL, found)
     assert {stage_spec(plan.spec, stage).max_tokens for stage in plan.spec.stages} == {780}
     write_prompts(source, row(700), row(20, max_new_tokens=16))
@@ -297,3 +299,25 @@ def test_long_rows_that_do_not_fit_are_named(source: Path, monkeypatch: pytest.M
     monkeypatch.setattr(module, "find_plan", refused)
     with pytest.raises(InfeasibleError, match=r"2 rows are much longer .*'long'.*0\.1 GiB short"):
         Cluster.from_counts(["T4"], [1]).plan(MODEL, job_of_input(source, MODEL), in_flight=8)
+
+
+def test_the_heads_that_rows_share_are_planned_for(tmp_path: Path) -> None:
+    """Two heads of 64 and 160 tokens, and rows that have none and are shorter than these."""
+    tails = [[9 + i] * 20 for i in range(60)]
+    heads = ([5] * 64, [6] * 160, [])
+    rows = [{"prompt": heads[i % 3] + tail, "max_new_tokens": 8} for i, tail in enumerate(tails)]
+    source = write_prompts(tmp_path / "in.jsonl", *rows)
+    found = job_of_input(source, MODEL)
+    job = found.ordinary
+    assert job.heads.kept_tokens == 64 + 160
+    assert job.computed_tokens == pytest.approx(20, abs=0.5)
+    assert found.notes[0].startswith("prompts share 75 tokens in the mean, of heads of 224 tokens")
+    assert requests_of(found).lengths.heads == job.heads
+    batch = batch_of_input([source], str(MODEL), {"global_batch": 8}).workload
+    assert batch.heads == job.heads
+    cluster = Cluster.from_counts(["T4"], [1])
+    plans = (cluster.plan("opt-1.3b", found, bits=[16], shared_tokens=each) for each in (None, 0))
+    measured, whole = plans
+    assert measured.workload.heads == job.heads
+    assert whole.workload.heads.kept_tokens == 0
+    assert measured.spec.predicted.latency_s < whole.spec.predicted.latency_s

@@ -110,3 +110,25 @@ def test_templates_are_given_what_job_and_row_say(tmp_path: Path) -> None:
     job = Prompting(chat_template_kwargs={"times": 2})
     measured = InputMeasure(found, str(model), 100, prompting=job).measure()
     assert measured.prompts.tolist() == [3, 8]
+
+
+def test_heads_of_even_rows_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads of 70 and 100 tokens, of whole blocks 64 and 96; every fifth row has none."""
+    monkeypatch.setattr(measuring, "MOST_EVEN_ROWS", 100)
+    draw = random.Random(0)
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(9999) for _ in range(count)]
+
+    heads = [ids(70), ids(100)]
+    rows = [(heads[i % 2] if i % 5 else []) + ids(20) for i in range(400)]
+    source = write_prompts(tmp_path / "in.jsonl", *({"prompt": row} for row in rows))
+    found = measured(source, tmp_path)
+    assert found.prompts.tolist() == list(map(len, rows))
+    assert found.head_tokens == 64 + 96
+    even = found.even
+    assert (found.shared[~even] == 0).all()
+    kinds = np.array([64 if i % 2 == 0 else 96 for i in range(400)]) * (np.arange(400) % 5 > 0)
+    assert found.shared[even].sum() == kinds[even].sum()
+    monkeypatch.setattr(measuring, "MOST_HEAD_TOKENS", 100)
+    assert measured(source, tmp_path).head_tokens <= 100

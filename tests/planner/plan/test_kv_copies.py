@@ -71,7 +71,7 @@ def test_pinned_blocks_of_any_requests_fit_into_the_hosts_share(plan: PlanSpec) 
 
 def test_a_node_parks_in_its_share_of_the_hosts_memory(plan: PlanSpec) -> None:
     room = int(HOST_SHARE * 2 * 2**30 / (PINNED_ROUNDING * KV_BYTES_PER_TOKEN))
-    parked, heads = parking(plan).most_tokens, head_tokens(plan, 1)
+    parked, heads = parking(plan).most_tokens, head_tokens(plan)
     assert parked == int((1 - HEAD_SHARE) * room) < plan.workload.kv_tokens
     assert heads == int(HEAD_SHARE * room) < plan.workload.kv_tokens
     longest = max(each.kv_bytes_per_token for each in host_copies(plan))

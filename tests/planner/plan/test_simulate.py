@@ -52,6 +52,7 @@ class _Plan:
         passes = job_passes(job, 8, self.micro_batches, 2)
         self.workload = job.in_flight(8)
         self.job: JobForecast | None = JobForecast(job, 10.0, 10.0, passes)
+        self.timed_sizes = passes.prefill_requests * job.computed_tokens, passes.decode_requests
 
 
 def test_the_first_fills_of_a_job_are_simulated_each_prefill_by_its_tokens() -> None:
