@@ -121,17 +121,20 @@ def what_is_planned(plan: PlanSpec) -> str:
     if plan.job is None:
         w = plan.workload
         return f"{plural(w.global_batch, 'prompt')} of {w.prompt_length} tokens, {w.new_tokens} new"
-    lengths, slots = plan.job.job.lengths, plan.workload
+    job, lengths, slots = plan.job.job, plan.job.job.lengths, plan.workload
+    mean = job.lengths.mean_prompt - job.computed_tokens
+    shared = f", {mean:,.0f} of them shared" if job.heads.shared_tokens else ""
     prompts = f"{plural(plan.job.job.prompts, 'prompt')}, {count(slots.global_batch)} in flight"
     alike = len(set(lengths.prompt_tokens)) == 1 and not lengths.outputs_vary
     if alike:
-        return f"{prompts} ({lengths.longest_prompt} prompt tokens, {lengths.longest_output} new)"
+        each = f"{lengths.longest_prompt} prompt tokens{shared}, {lengths.longest_output} new"
+        return f"{prompts} ({each})"
     room = f"slots of {count(slots.total_length)} tokens"
     if plan.policy.name in TOKEN_POLICIES:
         room = f"{count(slots.kv_tokens)} token slots for all"
     return (
-        f"{prompts} (mean {lengths.mean_prompt:,.0f} prompt tokens, {lengths.mean_output:,.0f} "
-        f"new; {room})"
+        f"{prompts} (mean {lengths.mean_prompt:,.0f} prompt tokens{shared}, "
+        f"{lengths.mean_output:,.0f} new; {room})"
     )
 
 

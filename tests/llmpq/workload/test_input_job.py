@@ -321,3 +321,5 @@ def test_the_heads_that_rows_share_are_planned_for(tmp_path: Path) -> None:
     assert measured.workload.heads == job.heads
     assert whole.workload.heads.kept_tokens == 0
     assert measured.spec.predicted.latency_s < whole.spec.predicted.latency_s
+    assert "mean 95 prompt tokens, 75 of them shared, 8 new" in repr(measured)
+    assert "shared" not in repr(whole)
