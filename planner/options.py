@@ -7,10 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from planner.adapters import named_adapters
-from planner.lengths import PlannedHeads, RequestLengths
 from planner.model.tensor_parallel import DEGREES
 from planner.optimiser.names import (
     BASELINE_METHODS,
@@ -45,7 +44,6 @@ from planner.scheduling import (
     ScheduleKind,
     policy_options,
 )
-from planner.workload import Job, Workload
 from quant.common.errors import SpecError
 from quant.scheme import (
     BITWIDTHS,
@@ -56,8 +54,6 @@ from quant.scheme import (
     ROUNDINGS,
     WEIGHTED,
 )
-
-_Sharing = TypeVar("_Sharing", Workload, Job, RequestLengths)
 
 Quality = Literal["high", "balanced", "fast"]
 QUALITIES: tuple[Quality, ...] = ("high", "balanced", "fast")
@@ -302,12 +298,6 @@ class PlanOptions:
     @property
     def scheduling(self) -> PolicyOptions:
         return policy_options(self.policy, self.max_batch_size, self.prefill_chunk_tokens)
-
-    def with_heads(self, workload: _Sharing) -> _Sharing:
-        """A batch, a job or lengths of requests with the heads that are given here, if any."""
-        if self.shared_tokens is None:
-            return workload
-        return dataclasses.replace(workload, heads=PlannedHeads(self.shared_tokens))
 
     @property
     def without_heads(self) -> PlanOptions:

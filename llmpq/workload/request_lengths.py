@@ -16,6 +16,7 @@ from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.shape import ModelShape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
+from planner.search.request import with_heads
 from planner.workload import MAX_TOKENS, Job, Workload
 from quant.common.errors import SpecError
 
@@ -74,7 +75,7 @@ def same_lengths(tokens: int) -> LengthDistribution:
 def bound_request(requests: Requests, options: PlanOptions) -> BoundRequest:
     bound_s = options.request_bound_s
     return BoundRequest(
-        options.with_heads(requests.lengths),
+        with_heads(requests.lengths, options),
         None if bound_s == math.inf else bound_s,
         options.quantile,
         options.schedule_kinds,

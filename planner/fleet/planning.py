@@ -32,7 +32,7 @@ from planner.profiles.sensitivity import Omega
 from planner.search.fitting import degrees_of, first_sets
 from planner.search.qualities import SLOWER, TIE_BREAK, bits_by_quality
 from planner.search.remedies import naming_remedies
-from planner.search.request import PlanningRequest, costs_of, with_fitting_cache
+from planner.search.request import PlanningRequest, costs_of, with_fitting_cache, with_heads
 from planner.workload import Job, Workload
 from quant.common.errors import DoesNotFitError, InfeasibleError, SpecError
 
@@ -61,7 +61,7 @@ class FleetRequest:
 
 def find_fleet(request: FleetRequest, clock: Callable[[], float] = time.perf_counter) -> FleetSpec:
     _check(request)
-    request = replace(request, job=request.options.with_heads(request.job))
+    request = replace(request, job=with_heads(request.job, request.options))
     asked = PlanningRequest.of(request.cluster, request.shape, request.job, request.options)
     with naming_remedies(asked):
         return with_fitting_cache(

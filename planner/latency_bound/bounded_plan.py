@@ -42,6 +42,7 @@ from planner.search.request import (
     files_of_costs,
     has_free_experts,
     with_fitting_cache,
+    with_heads,
 )
 from planner.simulation.job_simulation import Forecast, SimulatedJob
 from planner.workload import Job, MicroBatches
@@ -154,7 +155,7 @@ def find_bounded_plan(
     plan = replace(found, origin=origin, importance=importance)
     if warned_of_heads(plan):
         options = options.without_heads
-        request = replace(request, lengths=options.with_heads(request.lengths))
+        request = replace(request, lengths=with_heads(request.lengths, options))
         return find_bounded_plan(cluster, shape, source, request, options, clock)
     return plan
 

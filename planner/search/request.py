@@ -16,6 +16,7 @@ from planner.costs.hosting import can_host
 from planner.costs.latency_model import LatencyModel, RememberedLatency
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
+from planner.lengths import PlannedHeads, RequestLengths
 from planner.model.shape import ModelShape
 from planner.optimiser.problem import FloatArray
 from planner.options import AUTO, PlanOptions, kv_bits_of
@@ -60,7 +61,7 @@ class PlanningRequest:
     ) -> PlanningRequest:
         """The request for a batch or a job; SpecError for options that belong to the other one."""
         if isinstance(workload, Job):
-            workload = options.with_heads(workload)
+            workload = with_heads(workload, options)
             if options.objective != PlanOptions().objective:
                 raise SpecError(
                     f"objective {options.objective} is of one batch, not of a job; fix the batch "
@@ -80,10 +81,20 @@ class PlanningRequest:
                 "of whose answers are of one length; give a job (--input or --prompts), or leave "
                 "it out"
             )
-        return cls(cluster, shape, options.with_heads(workload), options)
+        return cls(cluster, shape, with_heads(workload, options), options)
 
     def with_options(self, **changed: Any) -> PlanningRequest:
         return replace(self, options=replace(self.options, **changed))
+
+
+_Sharing = TypeVar("_Sharing", Workload, Job, RequestLengths)
+
+
+def with_heads(workload: _Sharing, options: PlanOptions) -> _Sharing:
+    """A batch, a job or lengths of requests with the heads that options say, if they do."""
+    if options.shared_tokens is None:
+        return workload
+    return replace(workload, heads=PlannedHeads(options.shared_tokens))
 
 
 def with_predictor(job: Job, options: PlanOptions) -> Job:
