@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from actors.stage.layer_stream import LayerStream, StreamedLayer
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
@@ -23,6 +22,11 @@ from quant.common.errors import CheckpointError
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.rounding.importance import LargestKeys, LayerImportance, LinearInputs
 from quant.scheme import Processor
+
+if TYPE_CHECKING:  # drivers ask what is seen, without transformers
+    from transformers import PretrainedConfig
+
+    from actors.stage.layer_stream import StreamedLayer
 
 SEQUENCE_TOKENS = 64
 MOST_SEQUENCES = 8
@@ -94,6 +98,8 @@ def measure_layers(
     """As `measure_stage`, for any `layers`; `schemes`, one a layer, are those of a checkpoint that
     is quantized already, and count for no other.
     """
+    from actors.stage.layer_stream import LayerStream
+
     checkpoint = Checkpoint.of(checkpoint)
     stored = not checkpoint.is_original
     dtype = compute.dtype

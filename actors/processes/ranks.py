@@ -7,21 +7,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import Lock
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import ray
 import torch
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from actors.importance import measure_stage
 from actors.messages import KvPart
 from actors.processes.device import local_device
 from actors.processes.health import BatchFailure, Health, RankSigns, RunReport
 from actors.stage.handed_over import HeldKeysValues
-from actors.stage.ranks import follow as follow_orders
 from actors.stage.spec import StageSpec
-from actors.stage.stage import Stage
 from actors.stage_figures import LayersLoaded, StageStats
 from actors.transport.collectives import ALONE, Meeting, RankGroup
 from actors.transport.gloo_links import CONTROL
@@ -32,6 +29,9 @@ from quant.devices import local_processor
 from quant.loading.cache_settings import CacheSettings
 from quant.loading.loader import noting_layers
 from quant.rounding.importance import LayerImportance
+
+if TYPE_CHECKING:  # drivers know of actors without transformers
+    from actors.stage.stage import Stage
 
 HANDOVER = "handover"  # an actor's own thread for keys and values
 
@@ -125,6 +125,8 @@ class ShardLoader:
 
     def measure(self, hidden: torch.Tensor | None) -> tuple[torch.Tensor, list[LayerImportance]]:
         """Run `measure_stage` over the stage's whole layers, also where it has several ranks."""
+        from actors.importance import measure_stage
+
         device = self._health.device = local_device(self._spec)
         folder = resolve(self._checkpoint)
         with self._counting_layers("importance"):
@@ -135,6 +137,8 @@ class ShardLoader:
 
     def load(self, importance: Sequence[LayerImportance] | None) -> Stage:
         """Quantize and keep the shard, or take it from the cache; raises as `Stage`."""
+        from actors.stage.stage import Stage
+
         device = self._health.device = local_device(self._spec)
         folder, processor = resolve(self._checkpoint), local_processor(device)
         with self._counting_layers("weights"):
@@ -184,6 +188,8 @@ class RankActor(KeysValuesKeeper):
 
     def follow(self) -> None:
         """Compute along with rank 0 until it leaves, or this rank fails: `leave_run` tells why."""
+        from actors.stage.ranks import follow as follow_orders
+
         try:
             follow_orders(self._loaded(), self._group, self._health.computing)
         except StageLostError:  # the others have left

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import ray
 import torch
@@ -20,7 +21,6 @@ from actors.schedule.live_run import Inbox, Leader
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.emulation import EmulatedClock, EmulatedLink, EmulatedStage, ScaledTimes, warm_up
 from actors.stage.spec import StageSpec
-from actors.stage.stage import Stage
 from actors.stage_figures import NO_SUPERVISION, NOTHING_SHARED, LayersLoaded, StageStats
 from actors.transport.gloo_links import CONTROL, Rendezvous
 from actors.transport.message_format import Codec
@@ -40,6 +40,9 @@ from planner.scheduling import RequestSchedule
 from quant.common.errors import StageLostError
 from quant.loading.cache_settings import CacheSettings
 from quant.rounding.importance import LayerImportance
+
+if TYPE_CHECKING:  # drivers know of actors without transformers
+    from actors.stage.stage import Stage
 
 
 @dataclass(frozen=True)

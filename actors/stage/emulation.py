@@ -14,13 +14,13 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
-from actors.stage.stage import Stage
 from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
 from actors.transport.nccl import GpuLink
@@ -29,6 +29,9 @@ from planner.plan.kv_copies import host_copies
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.common.errors import DeviceError
+
+if TYPE_CHECKING:  # drivers know of emulated times without transformers
+    from actors.stage.stage import Stage
 
 SPIN_S = 2e-4
 """The last part of a wait is a busy loop: sleeps of 1 to 10 ms ended 0.1 ms late (median)."""

@@ -102,6 +102,17 @@ def check_frequencies_agree(folder: Path, longest: Collection[int]) -> None:
         )
 
 
+def check_loads(folder: str, adapter: str | None, has_weights: bool) -> None:
+    """Check what torch and transformers are needed for: where the weights lie in `folder` too,
+    their files and the adapter's, and that transformers builds the model. Raises `CheckpointError`.
+    """
+    from quant.checkpoint.reader import Checkpoint
+
+    if has_weights:
+        Checkpoint(folder, adapter).check_files()
+    check_transformers_builds(Path(folder))
+
+
 def check_transformers_builds(folder: Path) -> None:
     """Build a model of one layer from the configuration in `folder`, without memory.
 

@@ -39,8 +39,9 @@ LOOK_S = 0.05
 TIMES = ("ray", "stages", "first answer", "end")
 KINDS = {
     "tokenizer_child": "tokenizer",
-    "worker_forks.py serve": "prepared",
     "worker_forks.py call": "callers",
+    "setup_worker.py": "callers",
+    "worker_forks.py": "prepared",
     "StageActor": "stages",
     "/ray/": "ray",
     "ray::": "ray",

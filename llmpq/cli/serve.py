@@ -92,7 +92,7 @@ def _run(
         if forks is not None:
             stack.callback(forks.close)
         store = stack.enter_context(_batch_store(options, given))
-        engine = PipelineEngine(spec, run_options, source)
+        engine = PipelineEngine(spec, run_options, source, forks)
         for note in engine.notes:
             say(note)
         stack.enter_context(ray_session(chosen.address, forks=forks))

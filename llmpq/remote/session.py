@@ -17,7 +17,7 @@ from actors.processes.device import local_ray_environment, stage_environment, vi
 from llmpq.remote.starting import SlowStartError, not_joined, not_started
 from llmpq.remote.token import check_token, make_token, warn_of_readers
 from llmpq.remote.words import caught_words, is_verbose
-from llmpq.remote.worker_forks import WorkerForks
+from llmpq.remote.worker_forks import SETUP_PROGRAM, WorkerForks
 from planner.cluster.accelerators import reported_accelerator
 from quant.common.errors import DeviceError, SpecError, StageLostError
 from quant.common.text import without_user
@@ -30,6 +30,12 @@ _LOCAL = {"gcs_rpc_server_reconnect_timeout_s": 600, "prestart_worker_first_driv
 """Settings of a local Ray. By default it ends a process that has missed GCS for 60 s, whatever that
 does; here a run ends by itself before, and has time to say so where results are read slowly. Nor
 does it start a process for each core before one is asked for: stages have processes of their own.
+"""
+
+_UNUSED = ("start_monitor", "start_api_server", "start_log_monitor")
+"""Methods of Ray's `Node` that start its autoscaler, its dashboard (without pages too) and what
+sends the words of workers to the driver: Python processes that import for a second each, of which
+`ray.init` waits for the second.
 """
 
 
@@ -153,7 +159,7 @@ def _start(target: str, forks: WorkerForks | None = None) -> None:
     warn_of_readers()
     with caught_words(last_told=True) as words:
         try:
-            with _on_loopback() if target == "local" else nullcontext():
+            with _as_local_head(forks) if target == "local" else nullcontext():
                 level = logging.INFO if is_verbose() else logging.ERROR
                 ray.init(address=target, log_to_driver=False, logging_level=level, **own)
         except SystemExit as error:
@@ -189,29 +195,47 @@ def _without_node_reports() -> Iterator[None]:
     """Keep reports of Ray's nodes off stdout, where results may go, as Ray's debugger does."""
     from ray._private import worker
 
-    before, worker._worker_logs_enabled = worker._worker_logs_enabled, False
-    try:
+    with _replaced(worker, "_worker_logs_enabled", False):
         yield
-    finally:
-        worker._worker_logs_enabled = before
 
 
 @contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Have a Ray that is started meanwhile take 127.0.0.1 for its node's address.
+def _as_local_head(forks: WorkerForks | None) -> Iterator[None]:
+    """Have a Ray that is started meanwhile take 127.0.0.1 for its node's address, start no process
+    that a run has no use for, and its workers by our own program where they are `forks`.
 
-    Ray does so on systems where it knows single nodes only: all its ports are then on loopback. The
-    variable of that switch, read when Ray is imported, comes before.
+    Ray takes that address on systems where it knows single nodes only: all its ports are then on
+    loopback. The variable of that switch, read when Ray is imported, comes before.
     """
     from ray._private import ray_constants
+    from ray._private.node import Node
 
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    if ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in environ:
-        ray_constants.ENABLE_RAY_CLUSTER = False
+    with ExitStack() as stack:
+        if ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in environ:
+            stack.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
+        if forks is not None:
+            stack.enter_context(_replaced(ray_constants, "SETUP_WORKER_FILENAME", SETUP_PROGRAM))
+        for name in _UNUSED:
+            stack.enter_context(_replaced(Node, name, _start_nothing))
+        yield
+
+
+def _start_nothing(node: object, **_: object) -> None:
+    """Stand for a method of Ray's `Node` that starts a process."""
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Have another `value` for an attribute of Ray's meanwhile; nothing where there is none."""
+    if not hasattr(owner, name):
+        yield
+        return
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+        setattr(owner, name, before)
 
 
 def _check_joinable(target: str) -> None:

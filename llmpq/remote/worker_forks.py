@@ -1,17 +1,15 @@
 """Processes of a local Ray as forks of one that has imported torch and transformers already.
 
 One that starts by itself imports them for seconds, and every stage is a process. Ray starts our own
-program in Python's place (its `py_executable`), which asks the prepared process for a fork and
-stays as long as that lives; where there is none, it becomes Python.
-
-The file is run by its path, without this project, by the prepared process and by those who ask.
+program, `llmpq/remote/setup_worker.py`, in place of each, which asks the prepared process for a
+fork. That one runs this file by its path.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
+import json
 import os
 import runpy
 import select
@@ -22,22 +20,28 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
+
+from llmpq.remote.prepared_imports import prepare
+from llmpq.remote.setup_worker import OOM_SCORE
 
 _MOST_BYTES = 1 << 20
 """Most bytes of a worker's arguments and environment."""
 
-_PREPARED = (
-    *("asyncio", "google.protobuf.internal.builder", "jsonschema", "requests"),
-    *("transformers.models.llama.modeling_llama", "actors.importance", "actors.stage.emulation"),
-)
+_DONE = b"done"
 
 _PR_SET_PDEATHSIG = 1
 """Of Linux, <sys/prctl.h>."""
 
-_OOM_SCORE = Path("/proc/self/oom_score_adj")
+SETUP_PROGRAM = str(Path(__file__).with_name("setup_worker.py"))
+"""The program that has workers forked, in place of Ray's own of that name."""
+
+SET_UP = {"setup_worker_path": SETUP_PROGRAM}
+"""Argument of a Ray node that is started by itself."""
 
 
 class WorkerForks:
@@ -54,7 +58,7 @@ class WorkerForks:
             listener.bind(str(self._address))
             listener.listen()
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, "serve", str(listener.fileno())],
+                [sys.executable, "-P", __file__, str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -66,8 +70,24 @@ class WorkerForks:
     @property
     def runtime_env(self) -> dict[str, str]:
         """What a Ray has to be told for its workers to be forks."""
-        program = [sys.executable, "-I", "-S", __file__, "call", str(self._address)]
+        program = [sys.executable, "-I", "-S", SETUP_PROGRAM, "call", str(self._address)]
         return {"py_executable": shlex.join(program)}
+
+    def ask(self, function: str, *arguments: object) -> Callable[[], bool]:
+        """Have a fork call `function`, as "module:name", once all is imported. What is returned
+        waits for that, and tells whether it came to its end without an error.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with suppress(OSError):
+            connection.connect(str(self._address))
+            connection.send(json.dumps([function, arguments]).encode())
+
+        def is_done() -> bool:
+            with connection, suppress(OSError):
+                return connection.recv(16) == _DONE
+            return False
+
+        return is_done
 
     def close(self) -> None:
         """End the prepared process, and with it all its forks."""
@@ -78,7 +98,9 @@ class WorkerForks:
 
 def serve(listener: socket.socket) -> None:
     """Fork a worker for every connection; end with all of them when stdin is closed."""
+    gc.disable()  # while hundreds of modules are imported that all stay
     prepare()
+    gc.enable()
     gc.freeze()  # a fork that searches for garbage would copy all pages of what is imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
     while True:
@@ -93,19 +115,8 @@ def serve(listener: socket.socket) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setpgid(0, 0)  # Ray ends the whole group of a worker that has ended
             end_with(parent)
-            become_worker(connection)
+            do_what_is_asked(connection)
         connection.close()
-
-
-def prepare() -> None:
-    """Import what stages and Ray's workers do, but for Ray: that cannot be before a fork."""
-    for name in _PREPARED:
-        importlib.import_module(name)
-    from quant.numba_loops import has_numba
-
-    if has_numba():
-        importlib.import_module("numba")
-    assert "ray" not in sys.modules
 
 
 def end_with(parent: int) -> None:
@@ -115,10 +126,20 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def become_worker(connection: socket.socket) -> None:
-    """Run the program that the other side was asked for, in its folder, with all that it has."""
+def do_what_is_asked(connection: socket.socket) -> None:
+    """Call a function for `WorkerForks.ask`, or become a worker for `setup_worker.call`."""
     message, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, 3)
-    connection.send(b"forked")  # it stays open as long as this process lives
+    if files:
+        connection.send(b"forked")  # it stays open as long as this process lives
+        become_worker(message, files)
+    function, arguments = json.loads(message)
+    resolve_name(function)(*arguments)
+    connection.send(_DONE)
+    sys.exit()
+
+
+def become_worker(message: bytes, files: list[int]) -> None:
+    """Run the program that a caller was asked for, in its folder, with all that it has."""
     folder, nice, score, count, *words = [os.fsdecode(word) for word in message.split(b"\0")]
     sys.argv[:] = words[: int(count)]
     os.environ.clear()
@@ -126,7 +147,7 @@ def become_worker(connection: socket.socket) -> None:
     os.chdir(folder)
     os.setpriority(os.PRIO_PROCESS, 0, int(nice))
     with suppress(OSError):
-        _OOM_SCORE.write_text(score)
+        Path(OOM_SCORE).write_text(score)
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -149,23 +170,5 @@ def _read_variables_again() -> None:
         pool.NUM_THREADS, pool.snt_check = pool.get_thread_count(), pool.gen_snt_check()
 
 
-def call(address: str, arguments: list[str]) -> None:
-    """Have a worker forked, and stay as long as it lives; become one where that fails."""
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.connect(address)
-        own = [os.getcwd(), str(os.nice(0)), _OOM_SCORE.read_text().strip(), str(len(arguments))]
-        variables = [f"{name}={value}" for name, value in os.environ.items()]
-        message = os.fsencode("\0".join([*own, *arguments, *variables]))
-        socket.send_fds(connection, [message], [0, 1, 2])
-        if connection.recv(16):
-            connection.recv(1)  # nothing comes but its end
-            return
-    os.execv(sys.executable, [sys.executable, *arguments])
-
-
 if __name__ == "__main__":
-    what, where, *rest = sys.argv[1:]
-    if what == "serve":
-        serve(socket.socket(fileno=int(where)))
-    else:
-        call(where, rest)
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -4,20 +4,20 @@ and what runs of it share.
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from actors.messages import Sampling
 from actors.recovery.policy import EventKind, OnEvent, Recovery, RecoveryEvent, ignore_event
 from llmpq.lengths.finished_rows import texts_of
 from llmpq.lengths.sources import LengthSource, open_source, wait_loaded
 from llmpq.model_check import left_out_note
-from llmpq.remote.session import head_loss_raised, prepared_forks, ray_session
+from llmpq.remote.shared_stages import SharedStages
 from llmpq.rows.sampling import JobSampling, SamplingInput, merge_sampling
 from llmpq.run.checkpoint import (
     check_sampling,
@@ -34,11 +34,10 @@ from planner.adapters import adapter_folders, named_adapters
 from planner.fleet.fleet_spec import Runnable
 from planner.plan.simulate import check_trace_path
 from planner.plan.spec import PlanSpec, all_stages, undivided
-from quant.common.errors import DeviceError, HeadLostError, StageLostError
 
 if TYPE_CHECKING:
     from actors.live_group import LiveGroup
-    from llmpq.remote.local_ray import GiveUp
+    from llmpq.remote.worker_forks import WorkerForks
     from quant.rounding.importance import ImportanceStore
 
 
@@ -77,14 +76,24 @@ class CheckedModel:
         options = self.options
         return open_source(options.predictor, self.folder, self.vocab_size, options.save_predictor)
 
-    def load_importance(self) -> None:
-        """Find what weights are rounded by, once transformers takes the model too."""
-        from actors.stage.model_config import check_transformers_builds
-        from quant.checkpoint.reader import Checkpoint
+    def check_loads(self, forks: WorkerForks | None = None) -> Callable[[], None]:
+        """Begin to check what torch and transformers are needed for, by a fork of what is prepared,
+        and return what waits for its end. Where a fork has any objection, or there is none, that
+        does it here and raises.
+        """
+        given = (str(self.folder), self._adapter, str(self.folder) == self._checkpoint)
+        is_done = forks.ask("actors.stage.model_config:check_loads", *given) if forks else None
 
-        if str(self.folder) == self._checkpoint:
-            Checkpoint(self.folder, self._adapter).check_files()
-        check_transformers_builds(self.folder)
+        def check() -> None:
+            if is_done is None or not is_done():
+                from actors.stage.model_config import check_loads
+
+                check_loads(*given)
+
+        return check
+
+    def load_importance(self) -> None:
+        """Find what weights are rounded by."""
         model = (self.folder, self._checkpoint, self._adapter)
         file, cache = self.options.importance, self.options.cache
         self._importance = importance_store(self._first_plan, file, cache, model, self._shape)
@@ -173,9 +182,12 @@ class RunResources(CheckedModel):
             if self.predicts:
                 lengths = self.length_source()
                 undo.callback(lengths.close)
+            check = self.check_loads(self.stages.forks)
             self.load_importance()
+            import_module("actors.handover.group")  # by which stages are started
             if self.tokenizer is not None:
                 self.tokenizer.wait()
+            check()
             self.expected = self._expected_lengths(lengths)
             undo.pop_all()
 
@@ -258,137 +270,3 @@ class RunResources(CheckedModel):
                 self.tokenizer.close()
             if self.expected is not None:
                 self.expected.source.close()
-
-
-class SharedStages:
-    """The stages of one plan at a time, which `make` makes; Ray is that of `address`.
-
-    `kept`: they stay from one run to the next until `close`, else until the first run has ended.
-    What processes of a local Ray are made of is prepared as soon as this is made.
-    `start_s`: the seconds that the present ones took to start.
-    """
-
-    def __init__(
-        self, make: Callable[[PlanSpec], LiveGroup], address: str | None, kept: bool
-    ) -> None:
-        self._make, self._address, self._kept = make, address, kept
-        self._forks = prepared_forks(address)
-        self._ray: ExitStack | None = None
-        self._group: LiveGroup | None = None
-        self._plan: PlanSpec | None = None
-        self._is_started = False
-        self.start_s = 0.0
-
-    @contextmanager
-    def joined(self, give_up: GiveUp | None = None) -> Iterator[None]:
-        """Ray, for what is done in the body of the `with` statement; `give_up` as `ray_session`."""
-        try:
-            self._join(give_up)
-            with head_loss_raised():
-                yield
-        except HeadLostError:
-            self.close()
-            raise
-        finally:
-            if not self._kept:
-                self.close()
-
-    def of(self, plan: PlanSpec) -> LiveGroup:
-        """The stages of `plan`, which `lent` starts; those of another plan give way to them."""
-        if self._group is None or self._plan is not plan:
-            self._release()
-            self._group, self._plan = self._make(plan), plan
-        return self._group
-
-    def keep_for(self, plan: PlanSpec) -> None:
-        """Keep the present stages for `plan`, by which they go on."""
-        self._plan = plan
-
-    @contextmanager
-    def lent(
-        self, group: LiveGroup, loading: AbstractContextManager[Any] | None = None
-    ) -> Iterator[None]:
-        """Have `group`, which `of` gave last, loaded for the body of the `with` statement; where it
-        has to be loaded first, that is done in the body of `loading`.
-
-        Where the body is left early, what it has in flight is given up, and it is ready for the
-        next run; where it is lost, the next run starts others.
-        """
-        self._start(group, loading)
-        try:
-            yield
-        except BaseException as error:
-            if not self._kept or _is_of_stages(error):
-                self._release()
-            else:
-                self._clear(group)
-            raise
-        if not self._kept:
-            self._release()
-
-    def start(self, plan: PlanSpec) -> None:
-        """Start the stages of `plan` ahead of the first run; on an error nothing stays."""
-        try:
-            with self.joined():
-                self._start(self.of(plan))
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Free the stages, and leave the Ray that was started or joined here."""
-        try:
-            self._release()
-        finally:
-            joined, self._ray = self._ray, None
-            if joined is not None:
-                joined.close()
-            forks, self._forks = self._forks, None
-            if forks is not None:
-                forks.close()
-
-    def _join(self, give_up: GiveUp | None) -> None:
-        import ray
-
-        if self._ray is not None and not ray.is_initialized():  # somebody has left it meanwhile
-            self._is_started = False
-            self.close()
-        if self._ray is None:
-            with ExitStack() as joining:
-                joining.enter_context(ray_session(self._address, give_up, self._forks))
-                self._ray = joining.pop_all()
-
-    def _start(self, group: LiveGroup, loading: AbstractContextManager[Any] | None = None) -> None:
-        if self._is_started:
-            return
-        began_s = time.perf_counter()
-        try:
-            with loading or nullcontext():
-                group.__enter__()
-        except BaseException:
-            self._group = None
-            raise
-        self._is_started = True
-        self.start_s = time.perf_counter() - began_s
-
-    def _clear(self, group: LiveGroup) -> None:
-        """Give up what `group` has in flight; let it go where that is not possible."""
-        try:
-            group.abandon()
-        except BaseException as error:
-            self._release()
-            if not isinstance(error, Exception):  # else the next run starts others
-                raise
-
-    def _release(self) -> None:
-        group, self._group = self._group, None
-        is_started, self._is_started = self._is_started, False
-        if group is not None and is_started:
-            group.__exit__(None, None, None)
-
-
-def _is_of_stages(error: BaseException) -> bool:
-    """Whether stages that raise it, or for which it is raised, are of no more use."""
-    from ray.exceptions import RayError
-
-    return isinstance(error, StageLostError | HeadLostError | DeviceError | RayError)

@@ -33,6 +33,7 @@ from quant.common.errors import LlmpqError
 
 if TYPE_CHECKING:
     from actors.live_group import Live, LiveGroup
+    from llmpq.remote.worker_forks import WorkerForks
     from llmpq.run.monitor import LoadingState
 
 LOADING_S = 2.0
@@ -51,10 +52,17 @@ class PipelineEngine:
     requests of one that is lost go on at the others, until it is back.
     """
 
-    def __init__(self, spec: Runnable, options: RunOptions, source: str = "the plan") -> None:
+    def __init__(
+        self,
+        spec: Runnable,
+        options: RunOptions,
+        source: str = "the plan",
+        forks: WorkerForks | None = None,
+    ) -> None:
         model = self._model = CheckedModel(spec, options, source)
         model.listener = lambda event: _LOG.warning("%s: %s", event.kind, event.text)
         self.notes = model.notes
+        check = model.check_loads(forks)
         model.load_importance()
         room, found = model.plan.workload, model.sampling.sampling
         self.model_name, self.adapters = model.plan.model.name, tuple(model.adapters)
@@ -72,6 +80,7 @@ class PipelineEngine:
         self.markers = self.tokenizer.markers
         self.encode, self.decode = self.tokenizer.encode, self.tokenizer.decode
         try:
+            check()
             self.lengths = self._expected_lengths() if model.predicts else None
         except LlmpqError:
             self.tokenizer.close()

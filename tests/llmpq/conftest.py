@@ -16,14 +16,13 @@ import yaml
 
 from llmpq import Cluster, Fleet, Plan, Workload
 from llmpq.remote.token import make_token
-from llmpq.remote.worker_forks import WorkerForks
+from llmpq.remote.worker_forks import SET_UP, WorkerForks
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import FleetRecord, FleetSpec
 from planner.plan.file import PLAN_VERSION
 from tests.actors.configs import CONFIGS
 from tests.actors.models import save_tiny
 from tests.llmpq import forked_tokenizers
-from tests.llmpq.forked_workers import SET_UP
 
 NEW_TOKENS = 8
 PROMPT_LENGTH = 16
@@ -125,7 +124,7 @@ def tokenizer_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process join a Ray, or look at what comes before one."""
-    monkeypatch.setattr("llmpq.run.engine.prepared_forks", lambda address: None)
+    monkeypatch.setattr("llmpq.remote.shared_stages.prepared_forks", lambda address: None)
 
 
 @pytest.fixture

@@ -7,16 +7,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from actors.messages import MicroBatch, TokenIds
 from planner.model.layer_parts import DeltaMixer
 from quant.devices import on_device
+
+if TYPE_CHECKING:  # drivers know of caches without transformers
+    from transformers import PretrainedConfig
 
 LINEAR_ATTENTION = "linear_attention"
 """What transformers calls a layer with such a state."""

@@ -99,7 +99,7 @@ def check_a_job_that_is_done(
     def no_ray(*_: object) -> None:
         pytest.fail("Ray is started for a job that is done")
 
-    monkeypatch.setattr("llmpq.run.engine.ray_session", no_ray)
+    monkeypatch.setattr("llmpq.remote.shared_stages.ray_session", no_ray)
     assert run_cli.main(arguments) == 0
     assert f"all {ROWS} rows are done" in capsys.readouterr().err
     with (folder / "in.jsonl").open("a") as file:

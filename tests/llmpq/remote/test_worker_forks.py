@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,20 @@ def test_a_worker_is_a_fork_with_its_own_command_and_surroundings(program: Path)
         plain = {"pid": third.pid, "parent": os.getpid(), "threads": None, "alone": False}
         assert found == [{**surroundings, **plain}]
         third.communicate("\n")
+
+
+CHECKS = "tests.llmpq.remote.prepared_checks"
+
+
+def test_forks_do_what_they_are_asked_with_all_that_transformers_has() -> None:
+    with closing(WorkerForks({})) as forks:
+        names = ("leave_out_what_only_compilers_need", "generate_as_transformers", "fail")
+        asked = [forks.ask(f"{CHECKS}:{name}") for name in names]
+        assert [is_done() for is_done in asked] == [True, True, False]
+        forks._process.kill()
+        forks._process.wait()
+        assert not forks.ask("builtins:print")()  # nobody is there
+    assert not forks.ask("builtins:print")()
 
 
 def test_the_prepared_process_ends_with_who_started_it() -> None:

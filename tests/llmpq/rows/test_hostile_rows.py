@@ -96,7 +96,7 @@ def test_bad_rows_are_errors_and_the_job_goes_on(
     def no_ray(*_: object) -> None:
         pytest.fail("Ray is started")
 
-    monkeypatch.setattr("llmpq.run.engine.ray_session", no_ray)
+    monkeypatch.setattr("llmpq.remote.shared_stages.ray_session", no_ray)
     write_prompts(tmp_path / "in.jsonl", *rows, {"custom_id": "more", "prompt": MANY_X})
     assert run_cli.main([*arguments, "--extend"]) == 3
     assert len(results_in(tmp_path / "out.jsonl")) == len(rows) + 1

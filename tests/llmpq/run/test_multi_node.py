@@ -19,11 +19,11 @@ from actors.processes.reservation import copies_granted
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan, Workload
+from llmpq.remote.worker_forks import SET_UP
 from llmpq.rows.results import Result
 from quant.common.errors import DeviceError, DeviceLostError
 from tests.actors.models import random_prompts, references
 from tests.llmpq.conftest import BATCH, NEW_TOKENS, PROMPT_LENGTH
-from tests.llmpq.forked_workers import SET_UP
 
 COUNT = 300
 PROMPTS = random_prompts([1 + i % PROMPT_LENGTH for i in range(COUNT)])

@@ -20,6 +20,7 @@ from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.stage.layer_stream import compute_on
 from actors.stage_group import GroupOptions, StageGroup
+from llmpq.remote.worker_forks import SET_UP
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
 from quant.devices import local_processor
@@ -29,7 +30,6 @@ from tests.actors.models import generate, random_prompts, references, stages_of
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
 from tests.llmpq.divided_plans import divided
 from tests.llmpq.faulty import LARGEST, FaultyRank
-from tests.llmpq.forked_workers import SET_UP
 
 pytestmark = pytest.mark.usefixtures("three_cpus")
 

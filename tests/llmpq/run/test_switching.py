@@ -105,7 +105,7 @@ def other(plan: Plan) -> PlanSpec:
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    monkeypatch.setattr("llmpq.run.engine.ray_session", lambda *_: nullcontext())
+    monkeypatch.setattr("llmpq.remote.shared_stages.ray_session", lambda *_: nullcontext())
     monkeypatch.setattr("llmpq.run.run.replan_after_loss", lambda *_: plan.spec)
 
 
