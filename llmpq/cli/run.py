@@ -164,7 +164,8 @@ def _run_job(
     if job.tally.left:
         if output.output_format == "openai" and not options.names_format:
             say("results are lines of OpenAI's batches, as the input's; else --output_format rows")
-        run = Run(RunResources(plan.spec, chosen, plan_file, job=Path(options.output).stem))
+        job_name = Path(options.output).stem
+        run = Run(RunResources(plan.spec, chosen, plan_file, job_name, at_once=True))
         run.give_up = partial(_end_at_once, options.prog, output)
         session = _session_of(output, job.tally, options)
         with recorded(run, session) as recorder:

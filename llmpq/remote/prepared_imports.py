@@ -16,8 +16,10 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 _IMPORTED = (
-    *("asyncio", "google.protobuf.internal.builder", "jsonschema", "requests"),
-    *("transformers.models.llama.modeling_llama", "actors.importance", "actors.stage.emulation"),
+    *("asyncio", "google.protobuf.internal.builder", "google.protobuf.json_format"),
+    *("jsonschema", "msgpack", "pdb", "requests", "transformers.models.llama.modeling_llama"),
+    *("actors.importance", "actors.schedule.live_run", "actors.stage.emulation"),
+    *("actors.stage.layer_stream", "actors.transport.nccl_links"),
 )
 
 _LEFT_OUT = (

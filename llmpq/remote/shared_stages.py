@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.remote.session import head_loss_raised, prepared_forks, ray_session
 from planner.plan.spec import PlanSpec
-from quant.common.errors import DeviceError, HeadLostError, StageLostError
+from quant.common.errors import DeviceError, HeadLostError, LlmpqError, StageLostError
 
 if TYPE_CHECKING:
     from actors.live_group import LiveGroup
@@ -30,16 +30,29 @@ class SharedStages:
         self._make, self._address, self._kept = make, address, kept
         self.forks = prepared_forks(address)
         self._ray: ExitStack | None = None
+        self._not_started: LlmpqError | None = None
+        self._give_up: GiveUp | None = None
         self._group: LiveGroup | None = None
         self._plan: PlanSpec | None = None
         self._is_started = False
         self.start_s = 0.0
 
+    def begin(self) -> None:
+        """Start a local Ray whose workers are forks ahead of `joined`, which raises where that
+        fails.
+        """
+        if self.forks is not None:
+            try:
+                self._join()
+            except LlmpqError as error:
+                self._not_started = error
+
     @contextmanager
     def joined(self, give_up: GiveUp | None = None) -> Iterator[None]:
         """Ray, for what is done in the body of the `with` statement; `give_up` as `ray_session`."""
         try:
-            self._join(give_up)
+            self._give_up = give_up
+            self._join()
             with head_loss_raised():
                 yield
         except HeadLostError:
@@ -103,16 +116,22 @@ class SharedStages:
             if forks is not None:
                 forks.close()
 
-    def _join(self, give_up: GiveUp | None) -> None:
+    def _join(self) -> None:
         import ray
 
+        if self._not_started is not None:
+            raise self._not_started
         if self._ray is not None and not ray.is_initialized():  # somebody has left it meanwhile
             self._is_started = False
             self.close()
         if self._ray is None:
             with ExitStack() as joining:
-                joining.enter_context(ray_session(self._address, give_up, self.forks))
+                joining.enter_context(ray_session(self._address, self._end, self.forks))
                 self._ray = joining.pop_all()
+
+    def _end(self, why: str) -> None:
+        if self._give_up is not None:
+            self._give_up(why)
 
     def _start(self, group: LiveGroup, loading: AbstractContextManager[Any] | None = None) -> None:
         if self._is_started:

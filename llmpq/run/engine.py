@@ -154,8 +154,9 @@ class RunResources(CheckedModel):
     ended. `plan` is that of the next run, of a fleet one with all stages: a run that plans again
     for good puts another there.
 
-    All is checked that can be before Ray is started. Of what a model's generation config asks for
-    beyond `sampling`, the constructor warns.
+    All is checked before stages are started. Where a run begins `at_once`, a local Ray is started
+    while a fork checks what torch and transformers are needed for, else after that. Of what a
+    model's generation config asks for beyond `sampling`, the constructor warns.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class RunResources(CheckedModel):
         source: str = "the plan",
         job: str = "llmpq",
         kept: bool = False,
+        at_once: bool = False,
     ) -> None:
         if options.trace_path is not None:
             check_trace_path(options.trace_path)
@@ -187,6 +189,8 @@ class RunResources(CheckedModel):
             import_module("actors.handover.group")  # by which stages are started
             if self.tokenizer is not None:
                 self.tokenizer.wait()
+            if at_once:
+                self.stages.begin()
             check()
             self.expected = self._expected_lengths(lengths)
             undo.pop_all()

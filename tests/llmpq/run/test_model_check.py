@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,9 @@ from llmpq import Cluster, Workload
 from llmpq.cli import plan as plan_cli
 from llmpq.cli import run as run_cli
 from llmpq.model_check import checked_shape
+from llmpq.run.engine import CheckedModel
+from llmpq.run.options import RunOptions
+from planner.plan.spec import PlanSpec
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, LlmpqError, SpecError
 from tests.paths import ROOT
@@ -329,3 +333,30 @@ def test_advice_of_other_libraries_is_replaced() -> None:
     cached = SpecError("no x (E: None here. To look online, pass 'local_files_only=False'.); check")
     assert "local_files_only" not in str(cached)
     assert "HF_HUB_OFFLINE" in str(cached)
+
+
+class Fork:
+    """What is asked of a process that is prepared, and whether it comes to its end."""
+
+    def __init__(self, is_done: bool) -> None:
+        self.asked: tuple[Any, ...] = ()
+        self._is_done = is_done
+
+    def ask(self, *asked: Any) -> Callable[[], bool]:
+        self.asked = asked
+        return lambda: self._is_done
+
+
+def test_what_a_fork_objects_to_is_told_here(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> None:
+        raise CheckpointError("no such architecture")
+
+    monkeypatch.setattr("actors.stage.model_config.check_transformers_builds", refused)
+    checked, fork = CheckedModel(PlanSpec.load(plan), RunOptions()), Fork(is_done=True)
+    checked.check_loads(cast(Any, fork))()
+    for each in (cast(Any, Fork(is_done=False)), None):
+        with pytest.raises(CheckpointError, match="no such architecture"):
+            checked.check_loads(each)()
+    function, *arguments = fork.asked
+    with pytest.raises(CheckpointError, match="no such architecture"):  # the fork does the same
+        resolve_name(function)(*json.loads(json.dumps(arguments)))
