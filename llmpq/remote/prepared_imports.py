@@ -42,11 +42,25 @@ def prepare() -> None:
     with _left_out():
         for name in _IMPORTED:
             importlib.import_module(name)
+        _build_a_model()
     from quant.numba_loops import has_numba
 
     if has_numba():
-        importlib.import_module("numba")
+        registry: Any = importlib.import_module("numba.core.registry")
+        registry.cpu_target.typing_context.refresh()  # half a second of each stage's first loop
+        registry.cpu_target.target_context.refresh()
     assert "ray" not in sys.modules
+
+
+def _build_a_model() -> None:
+    """Build a model without memory, so that torch asks its compiler what to do with operations on
+    the meta device, once for all forks.
+    """
+    from transformers import LlamaConfig
+
+    from actors.stage.partial_model import empty_model
+
+    empty_model(LlamaConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1))
 
 
 @contextmanager

@@ -5,12 +5,18 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from tests.paths import ROOT
+
 
 def leave_out_what_only_compilers_need() -> None:
-    """Check that nothing is in memory that is left out, and that it is what it is once asked for:
-    the packages, and what modules of transformers have taken from them.
+    """Check that nothing is in memory that is left out, also where a stage's model was built, and
+    that it is what it is once asked for: the packages, and what transformers has taken of them.
     """
-    left_out = ("ray", "torch._dynamo", "torch.distributed.tensor", "sympy")
+    from actors.stage.model_config import read_config
+    from actors.stage.partial_model import empty_model
+
+    assert empty_model(read_config(ROOT / "examples/demo_model")).lm_head.weight.is_meta
+    left_out = ("ray", "torch._dynamo", "torch.distributed.tensor")
     assert not [name for name in left_out if name in sys.modules]
     from transformers import masking_utils
 
