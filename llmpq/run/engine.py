@@ -77,20 +77,22 @@ class CheckedModel:
         return open_source(options.predictor, self.folder, self.vocab_size, options.save_predictor)
 
     def check_loads(self, forks: WorkerForks | None = None) -> Callable[[], None]:
-        """Begin to check what torch and transformers are needed for, by a fork of what is prepared,
-        and return what waits for its end. Where a fork has any objection, or there is none, that
-        does it here and raises.
+        """Check what torch and transformers are needed for: here and now, or in a fork of what is
+        prepared. What is returned then waits for its end; where the fork has any objection, that is
+        found here once more, and raised.
         """
         given = (str(self.folder), self._adapter, str(self.folder) == self._checkpoint)
-        is_done = forks.ask("actors.stage.model_config:check_loads", *given) if forks else None
 
         def check() -> None:
-            if is_done is None or not is_done():
-                from actors.stage.model_config import check_loads
+            from actors.stage.model_config import check_loads
 
-                check_loads(*given)
+            check_loads(*given)
 
-        return check
+        if forks is None:
+            check()
+            return lambda: None
+        is_done = forks.ask("actors.stage.model_config:check_loads", *given)
+        return lambda: None if is_done() else check()
 
     def load_importance(self) -> None:
         """Find what weights are rounded by."""
