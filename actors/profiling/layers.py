@@ -45,8 +45,9 @@ from quant.loading.loader import module_nbytes
 from quant.scheme import FULL_BITS
 
 # Decode passes take a millisecond a layer, of which the cost beside the layers is a notable share.
-# Prefill passes take so long that it is none.
+# Prefill passes take so long that it is none; long ones are passed through one layer.
 _DECODE_COPIES, _PREFILL_COPIES = 4, 2
+_LONG_PREFILL_TOKENS = 256
 LARGE_LAYER_BYTES = 256 * 2**20  # a pass through two of these takes as long as several small ones
 WEIGHT_SCALE = 0.02  # as models are initialised
 
@@ -163,7 +164,10 @@ class TimedLayers:
         return found + len(stateful) * workload.batch_size * state
 
     def _copies(self, workload: LayerWorkload) -> int:
-        return len(self._own) if workload.phase == "decode" else len(self._own[:_PREFILL_COPIES])
+        if workload.phase == "decode":
+            return len(self._own)
+        long = workload.tokens >= _LONG_PREFILL_TOKENS and self._form.device.type == "cpu"
+        return 1 if long else len(self._own[:_PREFILL_COPIES])
 
     def _cache_form(self, slots: int) -> CacheForm:
         return CacheForm(self._form.dtype, self._form.device, slots=slots, alone=True)

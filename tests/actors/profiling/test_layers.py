@@ -148,6 +148,13 @@ def test_decode_steps_of_unlike_requests_attend_to_all_that_each_has() -> None:
     assert stored.abs().amax((0, 2)).ne(0).all()
 
 
+def test_long_prompts_pass_through_one_layer() -> None:
+    """As they take so long, and a pass through several would tell no more."""
+    layers = timed(CONFIGS["llama"])
+    copies = [layers.prepare(LayerWorkload("prefill", 2, length)).copies for length in (64, 128)]
+    assert copies == [2, 1]
+
+
 def test_prompts_of_unlike_lengths_are_a_workload() -> None:
     """Ranges one after another, and as many tokens as all have."""
     prompts = LayerWorkload("prefill", 3, 30, (9, 2, 30))
