@@ -225,7 +225,7 @@ def _sharing(dtype: torch.dtype) -> Any:
     """A compiled function that makes of `scores` `[tokens]`, from token `first` on, what each
     value is to be multiplied by: its share, times its scale. Of a head: its slope and its sink.
     """
-    power, scale_of = _power_of_e(), _scale_of(dtype)
+    power, scale_of = power_of_e(), _scale_of(dtype)
 
     def share(scores: Any, scales: Any, first: int, shaping: tuple[Any, Any, Any]) -> None:
         key_scales, value_scales = scales
@@ -287,7 +287,8 @@ def _scale_of(dtype: torch.dtype) -> Any:
     return numba.njit(lambda scales, token: widen(scales[token]), inline="always")
 
 
-def _power_of_e() -> Any:
+@cache
+def power_of_e() -> Any:
     """A compiled e^x for x <= 0, exact to a relative 2e-7, in operations that vector units have."""
     import numba
     from llvmlite import ir

@@ -11,14 +11,16 @@ import ctypes
 import functools
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from actors.attention.ragged import NewTokens
+from actors.attention.addresses import Scoring
+from actors.attention.ragged import NewTokens, RaggedContext, attend_stored
 from actors.attention.stored import Stored
 from quant.backends.cuda_driver import THREADS, CudaError, Kernels, kernels_for
 
@@ -102,6 +104,12 @@ class LayerKernels:
     """The compiled kernels for one width of hidden states, head size and type."""
 
     kernels: Kernels
+    reads_tables: ClassVar[bool] = True
+    """Whether attention is told of requests by tables on the device."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.kernels.device
 
     def add(
         self, residual: Tensor, added: Sequence[Tensor], norms: Sequence[Norm]
@@ -119,6 +127,23 @@ class LayerKernels:
             _whole(residual), one, other, total if added else None, first, second, form,
         )  # fmt: skip
         return total, outs
+
+    def attend(
+        self,
+        context: RaggedContext,
+        index: int,
+        new: NewTokens,
+        turning: Turning | None,
+        norms: Sequence[Norm],
+        scoring: Scoring,
+    ) -> Tensor:
+        """Attention of layer `index`, `[tokens, heads, head_dim]`, after the `norms` of heads and
+        positions, which may be written to where `new` is.
+        """
+        held, where = context.held(index), context.layout(index).where
+        with context.timer or nullcontext():
+            self.turn_and_store(new, turning, norms, where.token_slots, held)
+            return attend_stored(context, index, new, scoring)
 
     def turn_and_store(
         self,

@@ -1,13 +1,12 @@
-"""Decoder layers on GPUs with few kernels: their products are the modules that were loaded, all
-between them is `actors.stage.cuda_layer`.
+"""Decoder layers with few kernels: their products are the modules that were loaded, all between
+them is `actors.stage.cuda_layer` on GPUs and `actors.stage.cpu_layer` on CPUs.
 
 A layer's sum with the residual stream is one kernel with the norms of the next layer, so that one
-like LLaMA's starts 12.
+like LLaMA's starts 12 on a GPU.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,8 +20,9 @@ from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_
 from actors.attention.addresses import Scoring
 from actors.attention.cuda import range_attention
 from actors.attention.kv_cache import KVCache
-from actors.attention.ragged import NewTokens, RaggedContext, attend_stored
+from actors.attention.ragged import NewTokens, RaggedContext
 from actors.messages import MicroBatch
+from actors.stage.cpu_layer import LayerLoops, layer_loops
 from actors.stage.cuda_layer import LayerKernels, Norm, Turning, layer_kernels, warn_of
 from actors.stage.partial_model import ContextAsCache, architecture_of
 from planner.model.families import has_own_layers
@@ -30,6 +30,9 @@ from quant.backends.cuda_driver import CudaError
 
 _TOLERANCE = 0.01
 """Largest relative error of the self-test; rounding to bfloat16 costs 0.004."""
+
+LayerPasses = LayerKernels | LayerLoops
+"""What passes over numbers between products."""
 
 _TEST_TOKENS = 32
 _TEST_SIZE = 0.05
@@ -40,7 +43,7 @@ class OwnLayer(nn.Module):
     """Stands in for transformers' decoder `layer` of number `index`; computes with its modules."""
 
     def __init__(
-        self, layer: nn.Module, index: int, config: PretrainedConfig, kernels: LayerKernels
+        self, layer: nn.Module, index: int, config: PretrainedConfig, kernels: LayerPasses
     ) -> None:
         super().__init__()
         self.layer, self.index, self.kernels = layer, index, kernels
@@ -62,7 +65,7 @@ class OwnLayer(nn.Module):
         self._multiplier = float(getattr(layer, "residual_multiplier", 1.0))  # Granite
         slopes = getattr(attention, "alibi_slopes", None)
         if slopes is not None:
-            slopes = slopes.to(kernels.kernels.device)
+            slopes = slopes.to(kernels.device)
         scale = getattr(attention, "scaling", None) or attention.inv_norm_factor
         window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         self._scoring = Scoring(float(scale), window, slopes)
@@ -100,8 +103,7 @@ class OwnLayer(nn.Module):
         return self.kernels.add(hidden, (self._grown(between[0]),), following)
 
     def _attention(self, normed: Tensor, context: RaggedContext, turning: Turning | None) -> Tensor:
-        held, where = context.held(self.index), context.layout(self.index).where
-        kv_heads, _, head_dim = held[0].numbers.shape
+        kv_heads, _, head_dim = context.held(self.index)[0].numbers.shape
         projected = [
             self._named[name](normed).unflatten(-1, (-1, head_dim)) for name in self._projections
         ]
@@ -115,9 +117,9 @@ class OwnLayer(nn.Module):
         turning = turning if self._turns else None
         if turning is not None and turning.growth is not None:
             new = replace(new, query=new.query * turning.growth)
-        with context.timer or nullcontext():
-            self.kernels.turn_and_store(new, turning, self._head_norms, where.token_slots, held)
-            attended = attend_stored(context, self.index, new, self._scoring)
+        attended = self.kernels.attend(
+            context, self.index, new, turning, self._head_norms, self._scoring
+        )
         return self._scaled(self._named[self._output](attended.flatten(1)))
 
     def _scaled(self, out: Tensor) -> Tensor:
@@ -136,6 +138,11 @@ def own_layers(model: PreTrainedModel) -> list[OwnLayer]:
     """The layers of `model` that compute by kernels of our own."""
     stack = getattr(model.get_decoder(), architecture_of(model.config).layers)
     return [layer for layer in stack if isinstance(layer, OwnLayer)]
+
+
+def have_own_attention(layers: list[OwnLayer]) -> bool:
+    """Whether attention of `layers` is by kernels of our own for ranges of any kind too."""
+    return bool(layers) and layers[0].kernels.reads_tables
 
 
 def run_own_layers(
@@ -184,9 +191,11 @@ def put_own_layers(
         return
     numbers = cache.of_layer(layers[0])[0].numbers
     device, coded = numbers.device, numbers.dtype == torch.int8
-    if range_attention(numbers.shape[-1], dtype, coded, device) is None:
-        return
-    kernels = layer_kernels(config.hidden_size, numbers.shape[-1], dtype, coded, device)
+    kernels: LayerPasses | None = None
+    if range_attention(numbers.shape[-1], dtype, coded, device) is not None:
+        kernels = layer_kernels(config.hidden_size, numbers.shape[-1], dtype, coded, device)
+    elif device.type == "cpu":
+        kernels = layer_loops(dtype)
     if kernels is None:
         return
     own = [OwnLayer(stack[index], index, config, kernels) for index in layers]
@@ -216,7 +225,7 @@ def self_test(
     """Compare `own` with the layer that it stands in for on prompts and a decode step; say what is
     wrong, None if nothing is.
     """
-    device, width = own.kernels.kernels.device, model.config.hidden_size
+    device, width = own.kernels.device, model.config.hidden_size
     draw = torch.Generator().manual_seed(0)
     ones, begins = np.ones(3, np.int64), np.array([0, 7, 20])
     starts, counts = np.array([0, 0, 0]), np.array([4, 11, 4])

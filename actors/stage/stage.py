@@ -26,7 +26,12 @@ from actors.stage.decode_graphs import DecodeGraphs, decode_graphs
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.layer_cache import make_cache, most_kv_heads
 from actors.stage.model_config import end_tokens, read_config
-from actors.stage.own_layers import own_layers, put_own_layers, run_own_layers
+from actors.stage.own_layers import (
+    have_own_attention,
+    own_layers,
+    put_own_layers,
+    run_own_layers,
+)
 from actors.stage.partial_model import logits_of, numbers_of_layers, run_modules
 from actors.stage.ranks import Order, join, send
 from actors.stage.sampler import Sampler
@@ -107,7 +112,7 @@ class Stage:
         if self._cache.states is not None:
             warm_up_mixer(self._cache.states, self.dtype)
         self._adapters = adapters_of(self._model)
-        if self._adapters is None:
+        if self._adapters is None and not spec.deterministic:
             put_own_layers(self._model, spec.layers, self._cache, self.dtype)
         self._graphs: DecodeGraphs | None = None
         if spec.cuda_graphs and spec.degree == 1 and self._adapters is None:
@@ -317,7 +322,7 @@ def run_in_passes(
     """
 
     def one(part: MicroBatch, tokens: Tensor) -> Tensor:
-        context = RaggedContext.of(cache, part, own_kernels=bool(own_layers(model)))
+        context = RaggedContext.of(cache, part, own_kernels=have_own_attention(own_layers(model)))
         return run_decoder(model, replace(context, timer=timer) if timer else context, tokens)
 
     if inputs.device.type != "cpu" or len(inputs) <= CPU_TOKENS_AT_ONCE:
@@ -366,6 +371,7 @@ def run_decoder(
     if adapters is not None:
         adapters.begin(context.where.batch, inputs.device)
     if own:
-        context.tell(own[0].group(context.cache))
+        if have_own_attention(own):
+            context.tell(own[0].group(context.cache))
         return run_own_layers(model, own, context, inputs)
     return run_modules(model, context, inputs, **others)

@@ -42,10 +42,9 @@ PARTS = ("products", "attention", "element-wise", "copies", "sampling", "Python"
 _MARKS = {
     "actors.stage.sampler.Sampler.sample": "sampling",
     "actors.attention.ragged.attend_stored": "attention",
-    "actors.stage.own_layers.attend_stored": "attention",
     "actors.attention.kv_cache.KVCache.append": "copies",
     "actors.stage.cpu_layer.LayerLoops.add": "element-wise",
-    "actors.stage.cpu_layer.LayerLoops.turn_and_store": "element-wise",
+    "actors.stage.cpu_layer.LayerLoops._turn": "element-wise",
     "actors.stage.cpu_layer.LayerLoops.activate": "element-wise",
     "quant.backends.widened.multiply": "products",
 }

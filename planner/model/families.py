@@ -216,7 +216,7 @@ information at a cut without any error."""
 
 
 def has_own_layers(model_type: str) -> bool:
-    """Whether GPUs compute layers of this type by kernels of ours (`actors.stage.own_layers`)."""
+    """Whether layers of this type are computed by kernels of ours (`actors.stage.own_layers`)."""
     return FAMILIES[model_type].own_layers
 
 
