@@ -112,7 +112,7 @@ class Stage:
         if self._cache.states is not None:
             warm_up_mixer(self._cache.states, self.dtype)
         self._adapters = adapters_of(self._model)
-        if self._adapters is None and not spec.deterministic:
+        if not spec.deterministic:
             put_own_layers(self._model, spec.layers, self._cache, self.dtype)
         self._graphs: DecodeGraphs | None = None
         if spec.cuda_graphs and spec.degree == 1 and self._adapters is None:

@@ -308,7 +308,10 @@ def test_prompts_pass_in_the_parts_of_a_stage(monkeypatch: pytest.MonkeyPatch) -
     layers = timed(CONFIGS["llama"])
     prepared = layers.prepare(LayerWorkload("prefill", 5, 9))
     passed: list[int] = []
-    layers._layers[0].register_forward_hook(lambda _, given, __: passed.append(given[0].shape[1]))
+    width = CONFIGS["llama"].hidden_size
+    layers._layers[0].register_forward_hook(
+        lambda _, given, __: passed.append(given[0].numel() // width)
+    )
     layers.pass_through(prepared)
     monkeypatch.setattr("actors.stage.stage.CPU_TOKENS_AT_ONCE", 20)
     layers.pass_through(prepared)

@@ -20,6 +20,7 @@ from actors.schedule.orca import OrcaScheduler
 from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.static import StaticScheduler
+from actors.stage.own_layers import own_layers
 from actors.stage.stage import Stage
 from planner.adapters import adapter_folders, ranks_of, with_adapters
 from planner.cluster.accelerators import find_accelerator
@@ -196,7 +197,7 @@ def test_rows_without_one_are_as_without_any_bit_for_bit(bits: int, tmp_path: Pa
 def test_an_adapter_over_kernels_adds_what_it_adds_to_their_weights(tmp_path: Path) -> None:
     case = adapted(tmp_path, "qwen2")
     stage = stage_of(case, 4, adapters=case.adapters)
-    layer: Any = stage._model.get_decoder().layers[2]
+    layer: Any = own_layers(stage._model)[2].layer
     linear, adapters = layer.self_attn.q_proj, stage._adapters
     assert adapters is not None
     x = torch.randn(3, linear.in_features)

@@ -146,7 +146,8 @@ SAMPLINGS = (
 
 def on_meta(monkeypatch: pytest.MonkeyPatch, folder: Path, bounds: tuple[int, ...]) -> Stage:
     """The last of the stages of a tiny model, as if on a GPU."""
-    monkeypatch.setattr("actors.stage.stage.warm_up", lambda _: None)  # of a CPU's attention
+    for its_own in ("warm_up", "put_own_layers"):  # of a CPU
+        monkeypatch.setattr(f"actors.stage.stage.{its_own}", lambda *_: None)
     stage = stages_of(folder, bounds, 4, 20)[-1]
     pretend_own_kernels(monkeypatch)
     stage.device, stage.dtype = META, torch.float16
