@@ -19,8 +19,8 @@ from actors.attention.timer import AttentionTimer
 from actors.messages import MicroBatch, TokenIds
 from actors.stage.decode_graphs import DecodeGraphs, decode_graphs
 from actors.stage.layer_cache import SharedKeys, cache_shape, make_cache
+from actors.stage.layers.own_layers import put_own_layers
 from actors.stage.model_config import with_layers
-from actors.stage.own_layers import put_own_layers
 from actors.stage.partial_model import (
     PassThrough,
     architecture_of,

@@ -31,8 +31,8 @@ from actors.attention.ragged import NewTokens
 from actors.attention.stored import Stored
 from actors.attention.windows import WindowPass
 from actors.messages import MicroBatch, TokenIds
-from actors.stage.cuda_layer import layer_kernels
-from actors.stage.own_layers import own_layers, run_own_layers
+from actors.stage.layers.cuda_layer import layer_kernels
+from actors.stage.layers.own_layers import own_layers, run_own_layers
 from actors.stage.partial_model import run_modules
 from planner.costs.memory import MOST_GRAPHS, padded_rows
 from quant.backends.cuda_driver import Compute, Record, cuda_recorder

@@ -25,13 +25,13 @@ from actors.stage.adapters import adapters_of
 from actors.stage.decode_graphs import DecodeGraphs, decode_graphs
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.layer_cache import make_cache, most_kv_heads
-from actors.stage.model_config import end_tokens, read_config
-from actors.stage.own_layers import (
+from actors.stage.layers.own_layers import (
     have_own_attention,
     own_layers,
     put_own_layers,
     run_own_layers,
 )
+from actors.stage.model_config import end_tokens, read_config
 from actors.stage.partial_model import logits_of, numbers_of_layers, run_modules
 from actors.stage.ranks import Order, join, send
 from actors.stage.sampler import Sampler

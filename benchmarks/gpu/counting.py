@@ -24,11 +24,11 @@ from actors.attention import cuda as range_kernels
 from actors.attention.kv_cache import CacheForm, KVCache
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
-from actors.stage import cuda_layer
-from actors.stage import own_layers as own_layer_files
 from actors.stage.layer_cache import make_cache
+from actors.stage.layers import cuda_layer
+from actors.stage.layers import own_layers as own_layer_files
+from actors.stage.layers.own_layers import own_layers, put_own_layers
 from actors.stage.model_config import with_layers
-from actors.stage.own_layers import own_layers, put_own_layers
 from actors.stage.partial_model import empty_model, keep_stage
 from actors.stage.stage import run_decoder
 from quant.backends import cuda_driver, cuda_packed, cuda_products, cuda_w8a8

@@ -26,7 +26,7 @@ import torch
 
 from actors.attention import cuda as attention
 from actors.messages import Admission, MicroBatch, Sampling
-from actors.stage import cuda_layer
+from actors.stage.layers import cuda_layer
 from actors.stage.model_config import config_of_values
 from benchmarks.gpu.counting import Started, Step
 from benchmarks.gpu.machine_code import (

@@ -43,9 +43,9 @@ _MARKS = {
     "actors.stage.sampler.Sampler.sample": "sampling",
     "actors.attention.ragged.attend_stored": "attention",
     "actors.attention.kv_cache.KVCache.append": "copies",
-    "actors.stage.cpu_layer.LayerLoops.add": "element-wise",
-    "actors.stage.cpu_layer.LayerLoops._turn": "element-wise",
-    "actors.stage.cpu_layer.LayerLoops.activate": "element-wise",
+    "actors.stage.layers.cpu_layer.LayerLoops.add": "element-wise",
+    "actors.stage.layers.cpu_layer.LayerLoops._turn": "element-wise",
+    "actors.stage.layers.cpu_layer.LayerLoops.activate": "element-wise",
     "quant.backends.widened.multiply": "products",
 }
 """Functions whose whole time belongs to a part; those that a checkout does not have are passed

@@ -61,12 +61,11 @@ _DESIGN = ProfileOptions(
     space=DesignSpace((1, 8, 32), 16, 512, prefill_tokens=CPU_TOKENS_AT_ONCE, decode_tokens=4096),
 )
 """Prompts of up to as many tokens as pass at once, as what one more token adds to a few hundred
-says little of a thousand (8 bit on AVX-512: 0.058 ms between 128 and 256, 0.093 in 1024), and
-decode steps of few requests."""
+says little of a thousand, and decode steps of few requests."""
 
 _LONG_S, _LEAST_ROUNDS = 0.1, 2
 """Seconds after which a workload is passed no more, if it was so often: one pass alone may have met
-a slow moment, and took 2.4 times as long once."""
+a slow moment."""
 
 _LIMIT_S = 120.0
 """A dozen seconds are the compiler's, which loops that are kept save; a busy machine takes more."""

@@ -221,7 +221,8 @@ class RooflineLatency(LatencyModel):
 
 def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS, own_kernels: bool = False) -> int:
     """Kernels that a decode step of unlike requests starts in a layer, of linears one each, without
-    those of experts; with `own_kernels` (`actors.stage.own_layers`) those between them are few.
+    those of experts; with `own_kernels` (`actors.stage.layers.own_layers`) those between them are
+    few.
     """
     if shape.delta is not None:
         mixer = _STEP_LAUNCHES if own_kernels else _MIXER_LAUNCHES

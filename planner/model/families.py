@@ -216,7 +216,7 @@ information at a cut without any error."""
 
 
 def has_own_layers(model_type: str) -> bool:
-    """Whether layers of this type are computed by kernels of ours (`actors.stage.own_layers`)."""
+    """Whether kernels of ours compute layers of this type (`actors.stage.layers`)."""
     return FAMILIES[model_type].own_layers
 
 

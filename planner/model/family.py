@@ -137,7 +137,7 @@ class ConfigKeys:
 @dataclass(frozen=True)
 class Family:
     """`read_shape` raises SpecError; `attention_bias` and `mlp_bias` are entries, None for none.
-    `own_layers`: whether `actors.stage.own_layers` computes what its layers do.
+    `own_layers`: whether `actors.stage.layers.own_layers` computes what its layers do.
     """
 
     read_shape: Callable[[ConfigFile], ModelShape]

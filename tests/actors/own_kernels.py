@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from actors.attention import cuda
-from actors.stage import cuda_layer
+from actors.stage.layers import cuda_layer
 from planner.model.families import has_own_layers
 from quant.backends.cuda_driver import Argument, Kernels
 from tests.actors.configs import EVERY_CONFIG
@@ -49,9 +49,9 @@ def layer_kernels(
 
 def use_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have stages of this process compute by emulated kernels from now on."""
-    for user in ("attention.ragged", "stage.own_layers"):
+    for user in ("attention.ragged", "stage.layers.own_layers"):
         monkeypatch.setattr(f"actors.{user}.range_attention", range_attention)
-    monkeypatch.setattr("actors.stage.own_layers.layer_kernels", layer_kernels)
+    monkeypatch.setattr("actors.stage.layers.own_layers.layer_kernels", layer_kernels)
     monkeypatch.setattr("actors.stage.stage.warm_up", lambda _: None)  # not used then
 
 
@@ -66,9 +66,9 @@ def pretend_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have layers and attention on tensors without memory be those of a GPU from now on."""
     kernels = Unstarted(ctypes.CDLL(None), {}, torch.device("meta"))
     layers, attention = cuda_layer.LayerKernels(kernels), cuda.RangeAttention(kernels, 320)
-    monkeypatch.setattr("actors.stage.own_layers.layer_kernels", lambda *_: layers)
-    monkeypatch.setattr("actors.stage.own_layers.self_test", lambda *_: None)
-    for user in ("attention.ragged", "stage.own_layers"):
+    monkeypatch.setattr("actors.stage.layers.own_layers.layer_kernels", lambda *_: layers)
+    monkeypatch.setattr("actors.stage.layers.own_layers.self_test", lambda *_: None)
+    for user in ("attention.ragged", "stage.layers.own_layers"):
         monkeypatch.setattr(f"actors.{user}.range_attention", lambda *_: attention)
 
 

@@ -20,7 +20,7 @@ from actors.schedule.orca import OrcaScheduler
 from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.static import StaticScheduler
-from actors.stage.own_layers import own_layers
+from actors.stage.layers.own_layers import own_layers
 from actors.stage.stage import Stage
 from planner.adapters import adapter_folders, ranks_of, with_adapters
 from planner.cluster.accelerators import find_accelerator

@@ -20,8 +20,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from actors.attention.kv_cache import CacheForm
 from actors.attention.ragged import RaggedContext
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
-from actors.stage import own_layers
 from actors.stage.layer_cache import make_cache
+from actors.stage.layers import own_layers
 from actors.stage.model_config import with_layers
 from actors.stage.partial_model import empty_model, keep_stage
 from actors.stage.stage import Stage, run_decoder

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from actors.stage import cpu_layer
-from actors.stage.cpu_layer import LayerLoops
-from actors.stage.cuda_layer import Norm, Turning
-from actors.stage.own_layers import own_layers
+from actors.stage.layers import cpu_layer
+from actors.stage.layers.cpu_layer import LayerLoops
+from actors.stage.layers.cuda_layer import Norm, Turning
+from actors.stage.layers.own_layers import own_layers
 from tests.actors.configs import LAYERS
 from tests.actors.models import save_tiny, stages_of
 from tests.actors.own_kernels import WITH_OWN_LAYERS

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from actors.attention.kv_cache import CacheForm
-from actors.stage import cuda_layer
 from actors.stage.layer_cache import make_cache
-from actors.stage.own_layers import own_layers, put_own_layers
+from actors.stage.layers import cuda_layer
+from actors.stage.layers.own_layers import own_layers, put_own_layers
 from actors.stage.partial_model import empty_model
 from actors.stage.stage import Stage
 from quant.backends.cuda_driver import Kernels

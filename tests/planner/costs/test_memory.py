@@ -18,7 +18,7 @@ from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.messages import Admission, MicroBatch, Sampling
 from actors.stage.layer_cache import make_cache
-from actors.stage.own_layers import own_layers, put_own_layers
+from actors.stage.layers.own_layers import own_layers, put_own_layers
 from actors.stage.partial_model import empty_model, keep_stage
 from actors.stage.sampler import Sampler
 from actors.stage.stage import run_decoder

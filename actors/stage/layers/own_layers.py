@@ -1,5 +1,5 @@
 """Decoder layers with few kernels: their products are the modules that were loaded, all between
-them is `actors.stage.cuda_layer` on GPUs and `actors.stage.cpu_layer` on CPUs.
+them is `actors.stage.layers.cuda_layer` on GPUs and `actors.stage.layers.cpu_layer` on CPUs.
 
 A layer's sum with the residual stream is one kernel with the norms of the next layer, so that one
 like LLaMA's starts 12 on a GPU.
@@ -22,8 +22,8 @@ from actors.attention.cuda import range_attention
 from actors.attention.kv_cache import KVCache
 from actors.attention.ragged import NewTokens, RaggedContext
 from actors.messages import MicroBatch
-from actors.stage.cpu_layer import LayerLoops, layer_loops
-from actors.stage.cuda_layer import LayerKernels, Norm, Turning, layer_kernels, warn_of
+from actors.stage.layers.cpu_layer import LayerLoops, layer_loops
+from actors.stage.layers.cuda_layer import LayerKernels, Norm, Turning, layer_kernels, warn_of
 from actors.stage.partial_model import ContextAsCache, architecture_of
 from planner.model.families import has_own_layers
 from quant.backends.cuda_driver import CudaError

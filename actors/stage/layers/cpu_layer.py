@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from actors.attention.addresses import Scoring
 from actors.attention.cpu import power_of_e
 from actors.attention.ragged import NewTokens, RaggedContext, attend
-from actors.stage.cuda_layer import Norm, Turning
+from actors.stage.layers.cuda_layer import Norm, Turning
 from quant.numba_loops import (
     compiled_loop,
     has_numba,
