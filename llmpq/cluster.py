@@ -26,6 +26,7 @@ from planner.options import AUTO, UNBOUNDED, PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.planning_rules import FRONT_RULES
 from planner.search.find import FrontPoint, find_plan, trace_front
+from planner.search.request import with_heads
 from planner.workload import Job, Workload
 from quant.common.errors import InfeasibleError, SpecError
 
@@ -94,7 +95,10 @@ class Cluster:
         `objective`, `method`, `solver`, `group`, … Raises `SpecError` for what cannot be planned as
         asked and `InfeasibleError` when it does not fit.
         """
-        shape, chosen = checked_shape(model), self._options(model, options)
+        shape = checked_shape(model)
+        if isinstance(workload, Workload | Job):
+            with_heads(workload, PlanOptions.of(options))  # refused before anything is measured
+        chosen = self._options(model, options)
         if chosen.bounds_requests:
             return Plan(bounded_plan(self.spec, shape, str(model), requests_of(workload), chosen))
         if isinstance(workload, RequestLengths | Requests):

@@ -87,7 +87,7 @@ class PlanningRequest:
         return replace(self, options=replace(self.options, **changed))
 
 
-_Sharing = TypeVar("_Sharing", Workload, Job, RequestLengths)
+_Sharing = TypeVar("_Sharing", bound=Workload | Job | RequestLengths)
 
 
 def with_heads(workload: _Sharing, options: PlanOptions) -> _Sharing:

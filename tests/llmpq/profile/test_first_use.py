@@ -109,3 +109,9 @@ def test_what_takes_too_long_is_not_tried_again(
     assert read_profiles(str(first.profiles)) == ()
     plan = Cluster(HERE).plan(model, Workload(4, 16, 8), bits=[8, 16])
     assert plan.stages[0].provenance.startswith("CPU estimated")
+
+
+def test_nothing_is_measured_for_what_cannot_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmpq.cluster.with_own_times", lambda *_: pytest.fail("was measured"))
+    with pytest.raises(SpecError, match="shared_tokens is 9, but prompts have at most 8 tokens"):
+        Cluster.from_counts(["T4"], [1]).plan("opt-125m", Workload(2, 8, 4), shared_tokens=9)
