@@ -1,5 +1,5 @@
 """What a decoder layer computes between its products, on CPUs by compiled loops: each reads and
-writes its numbers once, where transformers' modules pass over them ten times.
+writes its numbers once, where transformers' modules pass over them for every operation.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LayerLoops:
         added = None if added is None else added.contiguous()
         weights = (None, None) if norm is None else (norm.weight, norm.bias)
         is_rms, eps = (True, 0.0) if norm is None else (norm.is_rms, norm.eps)
-        where = _addresses(residual, added, total, *weights, out)
+        where = self._addresses(residual, added, total, *weights, out)
         _adding(self.dtype)(where, (is_rms, eps), tuple(residual.shape))
         return total, out
 
@@ -87,7 +87,7 @@ class LayerLoops:
         angles = (None, None) if turning is None else (turning.cosines, turning.sines)
         rotary = 0 if turning is None else turning.cosines.shape[1]
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        where = _addresses(heads, *angles, weight)
+        where = self._addresses(heads, *angles, weight)
         _turning(self.dtype)(where, eps, (*heads.shape, rotary))
 
     def activate(self, function: nn.Module, gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -97,7 +97,7 @@ class LayerLoops:
             return activated if up is None else activated * up
         own, other = gate.contiguous(), up.contiguous()  # copies of halves of one product
         out = torch.empty_like(own)
-        where = _addresses(own, other, out)
+        where = self._addresses(own, other, out)
         if torch.get_num_threads() == 1 or own.numel() < _LEAST_SHARED:
             _gating(self.dtype, False)(where, tuple(own.shape))
         else:
@@ -105,14 +105,18 @@ class LayerLoops:
                 _gating(self.dtype, True)(where, tuple(own.shape))
         return out
 
-
-def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Where contiguous tensors begin, 0 for those that are missing."""
-    return tuple(0 if each is None else each.data_ptr() for each in tensors)
+    def _addresses(self, *tensors: Tensor | None) -> Addressed:
+        """Where tensors begin, 0 for those that are missing; ValueError unless loops can read
+        them.
+        """
+        for each in tensors:
+            if each is not None and not (each.dtype == self.dtype and each.is_contiguous()):
+                raise ValueError(f"a contiguous tensor of {self.dtype} is needed, not {each.dtype}")
+        return tuple(0 if each is None else each.data_ptr() for each in tensors)
 
 
 Addressed = tuple[int, ...]
-"""What `_addresses` gives to a loop."""
+"""What `LayerLoops._addresses` gives to a loop."""
 
 
 def layer_loops(dtype: torch.dtype) -> LayerLoops | None:

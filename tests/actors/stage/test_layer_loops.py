@@ -103,6 +103,13 @@ def test_activations(name: str, dtype: torch.dtype) -> None:
     assert loops.activate(function, x.clone(), up)[1, 0].isnan()
 
 
+@pytest.mark.parametrize("wrong", [torch.ones(WIDTH).bfloat16(), torch.ones(2 * WIDTH)[::2]])
+def test_what_loops_cannot_read_is_refused(wrong: torch.Tensor) -> None:
+    """They are given addresses alone: of another type they would read what lies behind it."""
+    with pytest.raises(ValueError, match=r"contiguous tensor of torch\.float32 is needed"):
+        LayerLoops(torch.float32).add(torch.ones(2, WIDTH), (), [Norm(wrong, None, 1e-5, True)])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", WITH_OWN_LAYERS)
 def test_stages_compute_by_them(tmp_path: Path, name: str, dtype: str) -> None:
