@@ -1,7 +1,8 @@
 """Times of this machine's CPU for plans without a profile: measured once by a short child process.
 
 They lie in the user's cache folder, in a file that never changes, for each kind of layers, number
-of threads, processor and version of the libraries that compute.
+of threads, processor and version of the libraries that compute. Those that were taken while other
+programs had the CPU say so in their name, and serve until they can be taken again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 from actors.processes.device import stage_environment
 from llmpq.profile.layers import Profile, timed_kinds
+from llmpq.profile.load import CpuTimes, others_now
 from planner.cluster.device import CPU_TOKENS_AT_ONCE, Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import PROVENANCE
@@ -69,6 +71,9 @@ a slow moment."""
 
 _LIMIT_S = 120.0
 """A dozen seconds are the compiler's, which loops that are kept save; a busy machine takes more."""
+
+_MOST_OTHERS = 0.1
+"""Share of the CPUs that others may have while times are taken."""
 
 _LIBRARIES = ("llmpq", "torch", "numba", "transformers")
 
@@ -125,24 +130,50 @@ def _times(device: Device, model: str, options: PlanOptions) -> str:
         "threads": device.threads or 1,
         "beside": device.neighbours,
     }
-    folder = user_cache_folder() / "cpu_times"
-    path = folder / f"cpu-{_digest(task, shape)}.csv"
-    if path.exists():
-        return str(path)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two that measure at once would slow each other down
-        if not path.exists():
-            _tell(task)
-            with tempfile.TemporaryDirectory(dir=folder) as own:
-                made = Path(own) / path.name
-                try:
-                    _measure_in_child({**task, "path": str(made)}, task["threads"])
-                except subprocess.TimeoutExpired:  # as it would the next time
-                    write_profiles(made, read_profiles(made) if made.exists() else ())
-                    _warn(f"not all within {_LIMIT_S:.0f} s; {path} keeps the others", 5)
-                made.rename(path)
+    folder, name = user_cache_folder() / "cpu_times", f"cpu-{_digest(task, shape)}"
+    percent, path = _kept(folder, name)
+    if path is None or percent:
+        percent, path = _measured(folder, name, task)
+    if percent:
+        warnings.warn(
+            f"this CPU's kernels were measured while other programs had {percent} % of it, and "
+            "seem slow; the next plan that finds it idle measures them again",
+            stacklevel=5,
+        )
     return str(path)
+
+
+def _kept(folder: Path, name: str) -> tuple[int, Path | None]:
+    """The times in `folder` that others disturbed least, and how many % of the CPUs these had."""
+    quiet = folder / f"{name}.csv"
+    if quiet.exists():
+        return 0, quiet
+    busy = ((int(each.stem.rpartition("-")[2]), each) for each in folder.glob(f"{name}-busy-*.csv"))
+    return min(busy, default=(0, None))
+
+
+def _measured(folder: Path, name: str, task: Mapping[str, Any]) -> tuple[int, Path]:
+    """The times after they were measured, unless the CPU is busy and there are some."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as own:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two that measure at once would slow each other down
+        percent, path = _kept(folder, name)
+        if path is not None and (not percent or others_now() > _MOST_OTHERS):
+            return percent, path
+        _tell(task, percent)
+        made, before = Path(own) / f"{name}.csv", CpuTimes.now()
+        try:
+            _measure_in_child({**task, "path": str(made)}, task["threads"])
+        except subprocess.TimeoutExpired:  # as it would the next time
+            write_profiles(made, read_profiles(made) if made.exists() else ())
+            _warn(f"not all within {_LIMIT_S:.0f} s; {folder} keeps the others", 6)
+        others = CpuTimes.now().others_since(before)
+        busy = f"-busy-{100 * others:.0f}" if others > _MOST_OTHERS else ""
+        target = folder / f"{name}{busy}.csv"
+        if not target.exists():
+            made.rename(target)
+        percent, path = _kept(folder, name)
+        return percent, path or target
 
 
 def _digest(task: Mapping[str, Any], shape: ModelShape) -> str:
@@ -173,10 +204,12 @@ def _versions() -> list[str]:
     return found
 
 
-def _tell(task: Mapping[str, Any]) -> None:
+def _tell(task: Mapping[str, Any], percent: int) -> None:
+    """Say what is measured, and that others had so much of the CPU when it was before."""
+    turn = f"again, as others had {percent} % of it" if percent else "once"
     beside = f" beside {task['beside']} more" if task["beside"] else ""
     print(
-        f"measuring this CPU's kernels, once: layers of {task['name']} at {task['threads']} "
+        f"measuring this CPU's kernels, {turn}: layers of {task['name']} at {task['threads']} "
         f"threads{beside} (--no_measuring plans by typical figures)",
         file=sys.stderr,
         flush=True,

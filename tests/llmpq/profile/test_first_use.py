@@ -15,6 +15,7 @@ import pytest
 from llmpq import Cluster, Workload
 from llmpq.profile import first_use
 from llmpq.profile.first_use import OFF, with_own_times
+from llmpq.profile.load import CpuTimes
 from planner.cluster.file import local_cpus
 from planner.cluster.spec import ClusterSpec
 from planner.options import PlanOptions
@@ -40,6 +41,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(loops_folder()))  # compiled once for all tests
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(first_use, "_measure_in_child", here)
+    monkeypatch.setattr(CpuTimes, "others_since", lambda *_: 0.0)
     monkeypatch.setattr(first_use, "_DESIGN", replace(first_use._DESIGN, rounds=1))
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
@@ -66,6 +68,37 @@ def test_times_are_measured_once_and_planned_with(
     )
     float32 = with_own_times(HERE, model, PlanOptions(dtype="float32"))
     assert float32.profiles != path
+
+
+def test_times_of_a_busy_cpu_serve_until_it_is_idle(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(while_measured: float, before: float = 0.0) -> tuple[str, str]:
+        monkeypatch.setattr(CpuTimes, "others_since", lambda *_: while_measured)
+        monkeypatch.setattr(first_use, "others_now", lambda: before)
+        name = Path(str(with_own_times(HERE, model, PlanOptions()).profiles)).name
+        return name, capsys.readouterr().err
+
+    def quickly(task: Mapping[str, Any], threads: int) -> None:
+        write_profiles(task["path"], ())
+
+    monkeypatch.setattr(first_use, "_measure_in_child", quickly)
+    busy = pytest.warns(UserWarning, match="while other programs had 37 % of it")
+    with busy:
+        first, said = planned(0.37)
+    assert first.endswith("-busy-37.csv")
+    assert "kernels, once" in said
+    with busy:
+        assert planned(0.0, before=0.4) == (first, "")
+    with busy:  # others came in between
+        name, said = planned(0.5)
+    assert name == first
+    assert "kernels, again, as others had 37 % of it" in said
+    quiet, said = planned(0.02)
+    assert "again" in said
+    assert planned(0.9) == (quiet, "")
+    names = {each.name for each in (tmp_path / "cache" / "llmpq" / "cpu_times").glob("*.csv")}
+    assert names == {quiet, first, first.replace("37", "50")}  # plans may name them
 
 
 def test_nothing_is_measured_where_it_is_not_wanted_or_the_machine_is_another(
