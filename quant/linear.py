@@ -15,7 +15,7 @@ from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.kernel_rule import KernelRule
 from quant.backends.table import HOST_BACKENDS, rule_for
 from quant.common.errors import DeviceError
-from quant.devices import local_processor
+from quant.devices import local_processor, prefers_float32
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize_part
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import Rounding
@@ -282,8 +282,12 @@ def reordered_bytes(weight: Tensor) -> int:
 
 
 def multiply_reordered(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return out
+    tokens, (rows, columns) = x.numel() // max(1, x.shape[-1]), weight.shape
+    if prefers_float32(x.dtype, x.device, tokens) and widened.lies_in_panels(rows, columns):
+        out = widened.multiply_panels(x.reshape(-1, columns), weight, rows, bias)
+        return out.view(*x.shape[:-1], rows)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
 
 
 def prepack_linears(module: nn.Module, processor: Processor) -> None:

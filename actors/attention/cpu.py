@@ -24,7 +24,7 @@ from torch import Tensor
 from actors.attention.addresses import Scoring
 from actors.attention.stored import SCALE_DTYPE, HeldArrays, Stored
 from actors.messages import MicroBatch
-from quant.devices import emulates
+from quant.devices import WIDE_ROWS, emulates, prefers_float32
 from quant.numba_loops import compiled_loop, has_numba, prefetching, torch_threads, widening
 
 QUERIES_AT_ONCE = 64
@@ -61,14 +61,15 @@ def attend_fresh(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
     group = heads // kv_heads
     asked = (query.float() * scale).view(kv_heads, group, tokens, head_dim)
     keys = key.float().transpose(1, 2).contiguous()
-    values = value.contiguous()
+    is_wide = prefers_float32(value.dtype, value.device, WIDE_ROWS)
+    values = value.float() if is_wide else value.contiguous()
     out = torch.empty(kv_heads, group, tokens, width, dtype=query.dtype)
     for first in range(0, tokens, QUERIES_AT_ONCE):
         end = min(first + QUERIES_AT_ONCE, tokens)
         rows = asked[:, :, first:end].reshape(kv_heads, -1, head_dim)
         scores = torch.bmm(rows, keys[:, :, :end]).view(kv_heads, group, end - first, end)
         scores[..., first:] += _later(end - first)
-        shares = scores.softmax(-1).to(value.dtype).view(kv_heads, -1, end)
+        shares = scores.softmax(-1).to(values.dtype).view(kv_heads, -1, end)
         out[:, :, first:end] = torch.bmm(shares, values[:, :end]).view(kv_heads, group, -1, width)
     return out.view(heads, tokens, width)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -11,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from quant.common.errors import CheckpointError
-from quant.devices import emulates, moved_blocks, ranges, row_blocks, rows_at_once
+from quant.devices import moved_blocks, prefers_float32, ranges, row_blocks, rows_at_once
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
@@ -141,6 +142,12 @@ def tensor_bytes(*tensors: torch.Tensor) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
+def content_of(packed: torch.Tensor) -> torch.Tensor:
+    """The bytes of a weight that oneDNN has laid out, uint8, where they lie."""
+    address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
 def linear_by_blocks(
     x: torch.Tensor,
     rows: int,
@@ -151,8 +158,9 @@ def linear_by_blocks(
     at most `rows_at_once` of them, in the same memory if it likes. Sums are multiplied by
     `row_scale` `[rows]`.
     """
-    compute = torch.float32 if emulates(x.dtype, x.device) else x.dtype
-    tokens = x.reshape(-1, x.shape[-1]).to(compute)
+    tokens = x.reshape(-1, x.shape[-1])
+    compute = torch.float32 if prefers_float32(x.dtype, x.device, len(tokens)) else x.dtype
+    tokens = tokens.to(compute)
     step = rows_at_once(x.shape[-1], x.device)
     few = compute == torch.float32 and len(tokens) < _MANY_TOKENS
     together = step if few else step * -(-_PRODUCT_ROWS // step)

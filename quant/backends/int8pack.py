@@ -4,7 +4,6 @@ rounded, and oneDNN on CPUs with VNNI.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -12,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from quant.backends.base import CanonicalPacked, linear_by_blocks, tensor_bytes
+from quant.backends.base import CanonicalPacked, content_of, linear_by_blocks, tensor_bytes
 from quant.backends.rotation import MIDDLE, RotatedCodes, round_activations, warm_up_rounding
 from quant.backends.table import INT8PACK_COLUMNS
 from quant.common.errors import SpecError
@@ -104,7 +103,7 @@ class OneDnnW8A8(CanonicalPacked):
         return RotatedCodes.of_weight(weight, rounding).restored()
 
     def state(self) -> dict[str, torch.Tensor]:
-        content = {"content": _content_of(self.packed).clone(), "layout": _layout_of(self.packed)}
+        content = {"content": content_of(self.packed).clone(), "layout": _layout_of(self.packed)}
         return content | {"scale": self.scale, "factor": self.factor}
 
     @classmethod
@@ -113,7 +112,7 @@ class OneDnnW8A8(CanonicalPacked):
     ) -> Self:
         """Restore a weight; RuntimeError for bytes that oneDNN lays out in another way here."""
         packed = _packed_of_any_content(shape.out_features, shape.in_features)
-        content = _content_of(packed)
+        content = content_of(packed)
         if not torch.equal(_layout_of(packed), state["layout"]) or len(content) != len(
             state["content"]
         ):
@@ -137,11 +136,6 @@ class OneDnnW8A8(CanonicalPacked):
             1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         return out.mul_(scale).to(x.dtype).view(*x.shape[:-1], self.scale.numel())
-
-
-def _content_of(packed: torch.Tensor) -> torch.Tensor:
-    address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
-    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
 def _layout_of(packed: torch.Tensor) -> torch.Tensor:

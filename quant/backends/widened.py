@@ -1,9 +1,11 @@
-"""Products with bfloat16 weights on CPUs whose libraries have no units for the type, where PyTorch
-multiplies number by number: weights become float32 as they are read.
+"""Products with bfloat16 weights whose numbers become float32 as they are read: on CPUs whose
+libraries have no units for bfloat16, where PyTorch multiplies number by number, and of many inputs
+on those that multiply float32 faster.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -11,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quant.backends.base import linear_by_blocks
-from quant.devices import emulates
+from quant.backends.base import content_of, linear_by_blocks
+from quant.devices import emulates, ranges
 from quant.numba_loops import as_array, compiled_loop, has_numba, narrowing, torch_threads, widening
 
 _MANY_TOKENS = 32
@@ -53,6 +55,65 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def warm_up() -> None:
     """Compile the loop."""
     multiply(*(torch.zeros(1, 1, dtype=torch.bfloat16) for _ in range(2)))
+
+
+_PANEL = 64
+"""Rows of a weight that oneDNN lays side by side, pairs of columns after each other."""
+
+_PANELS = 8
+"""Panels for one product: restored, 1 to 5 MB of them stay in the second cache or the third."""
+
+
+def multiply_panels(x: Tensor, packed: Tensor, rows: int, bias: Tensor | None = None) -> Tensor:
+    """The product of `x` `[tokens, in]` and a weight `[rows, in]` that `lies_in_panels`, plus
+    `bias` `[rows]`, summed in float32 and rounded once.
+    """
+    columns, tokens = x.shape[1], x.float()
+    words = content_of(packed).view(torch.int32).view(-1, columns // 2, _PANEL)
+    out = x.new_empty(len(x), rows)
+    for block in ranges(len(words), _PANELS):
+        own = words[block]
+        restored = _memory.words(2 * own.numel()).view(columns // 2, 2, len(own), _PANEL)
+        even, odd = restored.permute(1, 2, 0, 3)
+        torch.bitwise_left_shift(own, 16, out=even)  # a float32 begins with the bfloat16
+        torch.bitwise_and(own, -1 << 16, out=odd)
+        sums = tokens @ restored.view(torch.float32).view(columns, -1)
+        place = slice(block.start * _PANEL, block.stop * _PANEL)
+        out[:, place] = sums if bias is None else sums.add_(bias[place])
+    return out
+
+
+class _Memory(threading.local):
+    """Memory of a thread for what it restores, kept: fresh pages take as long as restoring does."""
+
+    def __init__(self) -> None:
+        self._words = torch.empty(0, dtype=torch.int32)
+
+    def words(self, count: int) -> Tensor:
+        """So many numbers of int32, of any content."""
+        if count > len(self._words):
+            with torch.inference_mode(False):  # or it could be written in inference alone
+                self._words = torch.empty(count, dtype=torch.int32)
+        return self._words[:count]
+
+
+_memory = _Memory()
+
+
+@cache
+def lies_in_panels(rows: int, columns: int) -> bool:
+    """Whether oneDNN lays a bfloat16 weight `[rows, columns]` out in panels of `_PANEL` rows."""
+    if rows % _PANEL or columns % 2:
+        return False
+    marks = (torch.arange(rows * columns) % _MARKS).to(torch.int16).view(rows, columns)
+    packed = torch.ops.mkldnn._reorder_linear_weight(marks.view(torch.bfloat16), None)
+    found = content_of(packed).view(torch.int16)
+    panels = marks.view(-1, _PANEL, columns // 2, 2).permute(0, 2, 1, 3)
+    return torch.equal(found, panels.reshape(-1))
+
+
+_MARKS = 16127
+"""So many bit patterns are numbers; a prime, so that rows and panels differ."""
 
 
 @cache

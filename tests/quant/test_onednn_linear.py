@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from quant.backends import widened
-from quant.devices import local_processor
+from quant.devices import emulates, local_processor, prefers_float32
 from quant.linear import PrepackedLinear, prepack, prepack_linears
 from quant.loading.loader import module_nbytes
 from quant.scheme import Processor
 
-HERE = local_processor(torch.device("cpu"))
+HERE_DEVICE = torch.device("cpu")
+HERE = local_processor(HERE_DEVICE)
 needs_bf16 = pytest.mark.skipif(
     "avx512_bf16" not in HERE.instruction_sets, reason="needs a CPU with AVX-512 BF16"
 )
@@ -26,8 +27,12 @@ def linear(columns: int, rows: int, bias: bool, dtype: torch.dtype = torch.bfloa
 @needs_bf16
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [(1,), (1, 7), (200,)])
-def test_products_and_bytes(bias: bool, tokens: tuple[int, ...]) -> None:
-    plain = linear(128, 192, bias)
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_products_and_bytes(
+    bias: bool, tokens: tuple[int, ...], is_wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quant.linear.prefers_float32", lambda dtype, device, rows: is_wide)
+    plain = linear(128, 64 * 9, bias)  # more than one product of panels
     packed = prepack(plain, HERE)
     assert isinstance(packed, PrepackedLinear)
     x = torch.randn(*tokens, 128).bfloat16()
@@ -55,6 +60,25 @@ def test_widened_products(columns: int, rows: int, bias: bool) -> None:
         )
         out = widened.multiply(x, plain.weight, plain.bias)
         torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=1e-2, equal_nan=True)
+
+
+@needs_bf16
+def test_panels() -> None:
+    assert widened.lies_in_panels(192, 128)
+    assert not widened.lies_in_panels(100, 72)
+    numbers = torch.arange(1.0, 193).repeat(128, 1).T.bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(numbers, None)
+    restored = widened.multiply_panels(torch.eye(128).bfloat16(), packed, 192)
+    assert torch.equal(restored, numbers.T)
+
+
+def test_float32_is_for_many_rows_of_a_type_that_is_slower() -> None:
+    cpu = HERE_DEVICE
+    assert prefers_float32(torch.float16, cpu, 1)  # emulated everywhere
+    assert not prefers_float32(torch.float32, cpu, 4096)
+    assert not prefers_float32(torch.bfloat16, torch.device("cuda", 0), 4096)
+    few = prefers_float32(torch.bfloat16, cpu, 1)
+    assert few == emulates(torch.bfloat16, cpu)
 
 
 @pytest.mark.parametrize(
