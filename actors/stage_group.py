@@ -19,6 +19,7 @@ from actors.processes.meter import TelemetryOptions
 from actors.processes.observer import Observer
 from actors.processes.placement import place
 from actors.processes.ranks import HANDOVER, RankActor
+from actors.processes.ray_head import has_stage_environment
 from actors.processes.reservation import Reservation, ReservedPart
 from actors.processes.stage_actor import ProcessOptions, StageActor
 from actors.recovery.generation import LiveGeneration
@@ -170,11 +171,13 @@ class StageGroup(LiveGroup):
         reservation, stage = self._reserved(), self._plan.stages[index]
         spec, cache = self._spec(stage), self._options.cache
         threads = reservation.placements[index].threads
+        own = has_stage_environment()
+        environment = None if own else {"env_vars": stage_environment(threads)}
         make_remote: Any = ray.remote  # its annotations lack concurrency groups
 
         def start(actor_class: type[Any], *arguments: Any) -> Any:
             remote = make_remote(concurrency_groups={CONTROL: 1, HANDOVER: 1})(actor_class).options(
-                runtime_env={"env_vars": stage_environment(threads)},
+                runtime_env=environment,
                 max_restarts=0,
                 **reservation.actor_options(index),
             )

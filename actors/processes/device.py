@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from actors.stage.spec import StageSpec
 from quant.common.errors import DeviceError
@@ -40,6 +41,35 @@ def stage_environment(threads: int) -> dict[str, str]:
         "GLIBC_TUNABLES": MALLOC_KEEPS,
         **PCI_ORDER,
     }
+
+
+def use_threads(threads: int) -> None:
+    """Compute with so many threads; a process of a Ray that has the variables of stages of one
+    thread for all its workers takes its own.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    wanted = stage_environment(threads)
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.environ.update(wanted)
+        read_variables_again()
+
+
+def read_variables_again() -> None:
+    """Have libraries go by this process's variables: those of a fork have read others."""
+    import torch
+
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(threads) if threads.isdecimal() else os.cpu_count() or 1)
+    if "numba" in sys.modules:
+        settings: Any = sys.modules["numba"].config
+        layer = settings.THREADING_LAYER
+        settings.reload_config()
+        settings.THREADING_LAYER = layer  # OpenMP's would set torch's threads too
+        pool: Any = sys.modules.get("numba.np.ufunc.parallel")
+        if pool is not None:  # it has noted them by its own names
+            pool.NUM_THREADS, pool.snt_check = pool.get_thread_count(), pool.gen_snt_check()
 
 
 PCI_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

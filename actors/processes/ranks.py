@@ -15,7 +15,7 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from actors.messages import KvPart
-from actors.processes.device import local_device
+from actors.processes.device import local_device, use_threads
 from actors.processes.health import BatchFailure, Health, RankSigns, RunReport
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.spec import StageSpec
@@ -162,7 +162,7 @@ class RankActor(KeysValuesKeeper):
         self, spec: StageSpec, checkpoint: str, threads: int, cache: CacheSettings
     ) -> None:
         super().__init__()
-        torch.set_num_threads(threads)
+        use_threads(threads)
         self._spec = spec
         self._health = Health()
         self._loader = ShardLoader(spec, checkpoint, cache, self._health)

@@ -36,6 +36,13 @@ def _started() -> list[tuple[str, subprocess.Popen[bytes]]]:
     return [(kind, info.process) for kind, started in kinds for info in started]
 
 
+def has_stage_environment() -> bool:
+    """Whether workers of this process's own Ray head have the variables of stages without being
+    given them: a runtime environment of each would need Ray's agent for that.
+    """
+    return bool(getattr(ray._private.worker._global_node, "has_stage_environment", False))
+
+
 class Process(Protocol):
     """A process that is not mistaken for a later one with the same number, as psutil's are not."""
 

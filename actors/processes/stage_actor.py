@@ -13,6 +13,7 @@ import torch
 from ray.actor import ActorHandle
 
 from actors.messages import BATCH_KINDS, MicroBatch, Progress, Request, Sampled
+from actors.processes.device import use_threads
 from actors.processes.health import Health, Heartbeat, RunReport
 from actors.processes.meter import MetricsPublisher, Spans, StageMeter, TelemetryOptions
 from actors.processes.ranks import Followers, KeysValuesKeeper, RankActor, ShardLoader
@@ -73,7 +74,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         followers: Sequence[ActorHandle[RankActor]],
     ) -> None:
         super().__init__()
-        torch.set_num_threads(options.threads)
+        use_threads(options.threads)
         self._spec = spec
         self._emulated, self._clock = options.emulated, EmulatedClock()
         self._meter = StageMeter(options.telemetry)

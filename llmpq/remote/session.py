@@ -14,10 +14,11 @@ from os import environ
 from typing import TYPE_CHECKING, Any
 
 from actors.processes.device import local_ray_environment, stage_environment, visible_gpus
+from llmpq.remote.light_head import SETTINGS, light_head, replaced
 from llmpq.remote.starting import SlowStartError, not_joined, not_started
 from llmpq.remote.token import check_token, make_token, warn_of_readers
 from llmpq.remote.words import caught_words, is_verbose
-from llmpq.remote.worker_forks import SETUP_PROGRAM, WorkerForks
+from llmpq.remote.worker_forks import WorkerForks
 from planner.cluster.accelerators import reported_accelerator
 from quant.common.errors import DeviceError, SpecError, StageLostError
 from quant.common.text import without_user
@@ -26,17 +27,6 @@ if TYPE_CHECKING:
     from llmpq.remote.local_ray import GiveUp
 
 CONNECT_TIMEOUT_S = 10.0
-_LOCAL = {"gcs_rpc_server_reconnect_timeout_s": 600, "prestart_worker_first_driver": False}
-"""Settings of a local Ray. By default it ends a process that has missed GCS for 60 s, whatever that
-does; here a run ends by itself before, and has time to say so where results are read slowly. Nor
-does it start a process for each core before one is asked for: stages have processes of their own.
-"""
-
-_UNUSED = ("start_monitor", "start_api_server", "start_log_monitor")
-"""Methods of Ray's `Node` that start its autoscaler, its dashboard (without pages too) and what
-sends the words of workers to the driver: Python processes that import for a second each, of which
-`ray.init` waits for the second.
-"""
 
 
 def joins_ray(address: str | None) -> bool:
@@ -149,9 +139,8 @@ def _start(target: str, forks: WorkerForks | None = None) -> None:
     own: dict[str, Any] = {}
     if target == "local":
         gpus = _gpus_by_type()
-        own = {"include_dashboard": False, "_system_config": _LOCAL}
+        own = {"include_dashboard": False, "_system_config": SETTINGS}
         own |= {"resources": {name: len(uuids) for name, uuids in gpus.items()}}
-        own |= {"runtime_env": forks.runtime_env} if forks is not None else {}
         environ.update(local_ray_environment(gpus) if gpus else {})
         make_token()
     else:
@@ -159,7 +148,7 @@ def _start(target: str, forks: WorkerForks | None = None) -> None:
     warn_of_readers()
     with caught_words(last_told=True) as words:
         try:
-            with _as_local_head(forks) if target == "local" else nullcontext():
+            with light_head(forks) if target == "local" else nullcontext():
                 level = logging.INFO if is_verbose() else logging.ERROR
                 ray.init(address=target, log_to_driver=False, logging_level=level, **own)
         except SystemExit as error:
@@ -195,47 +184,8 @@ def _without_node_reports() -> Iterator[None]:
     """Keep reports of Ray's nodes off stdout, where results may go, as Ray's debugger does."""
     from ray._private import worker
 
-    with _replaced(worker, "_worker_logs_enabled", False):
+    with replaced(worker, "_worker_logs_enabled", lambda _: False):
         yield
-
-
-@contextmanager
-def _as_local_head(forks: WorkerForks | None) -> Iterator[None]:
-    """Have a Ray that is started meanwhile take 127.0.0.1 for its node's address, start no process
-    that a run has no use for, and its workers by our own program where they are `forks`.
-
-    Ray takes that address on systems where it knows single nodes only: all its ports are then on
-    loopback. The variable of that switch, read when Ray is imported, comes before.
-    """
-    from ray._private import ray_constants
-    from ray._private.node import Node
-
-    with ExitStack() as stack:
-        if ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in environ:
-            stack.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
-        if forks is not None:
-            stack.enter_context(_replaced(ray_constants, "SETUP_WORKER_FILENAME", SETUP_PROGRAM))
-        for name in _UNUSED:
-            stack.enter_context(_replaced(Node, name, _start_nothing))
-        yield
-
-
-def _start_nothing(node: object, **_: object) -> None:
-    """Stand for a method of Ray's `Node` that starts a process."""
-
-
-@contextmanager
-def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Have another `value` for an attribute of Ray's meanwhile; nothing where there is none."""
-    if not hasattr(owner, name):
-        yield
-        return
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _check_joinable(target: str) -> None:

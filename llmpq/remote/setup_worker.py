@@ -1,9 +1,10 @@
 """The program that asks the prepared process for a worker, and stays as long as that lives; where
 there is none to fork, it becomes Python.
 
-A local Ray starts it in place of its own `setup_worker.py`, which imports Ray for every worker,
-only to become the `py_executable` of the worker's runtime environment. That is this program too,
-for a Ray that starts its own. It is run by its path, and imports little.
+A Ray that a run starts for itself has it in place of its worker program. Other ones may have it in
+place of their `setup_worker.py`, which imports Ray for every worker, only to become the
+`py_executable` of the worker's runtime environment; that is this program too. It is run by its
+path, and imports little.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ import socket
 from contextlib import suppress
 
 OOM_SCORE = "/proc/self/oom_score_adj"
+
+WORKERS = "LLMPQ_WORKERS"
+"""The variable with the address of what workers are forks of, in a Ray that is a run's own."""
+
+OWN_PROGRAM = "LLMPQ_RAY_WORKER"
+"""The variable with Ray's program, in whose place such a Ray starts this one."""
 
 
 def set_up(arguments: list[str]) -> None:
@@ -60,5 +67,7 @@ def call(address: str, arguments: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "call":
         call(sys.argv[2], sys.argv[3:])
+    elif WORKERS in os.environ:
+        call(os.environ.pop(WORKERS), [os.environ.pop(OWN_PROGRAM), *sys.argv[1:]])
     else:
         set_up(sys.argv[1:])

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
+from actors.processes.device import read_variables_again
 from llmpq.remote.prepared_imports import prepare
 from llmpq.remote.setup_worker import OOM_SCORE
 
@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 """Of Linux, <sys/prctl.h>."""
 
 SETUP_PROGRAM = str(Path(__file__).with_name("setup_worker.py"))
-"""The program that has workers forked, in place of Ray's own of that name."""
+"""The program that has workers forked, in place of Ray's own."""
 
 SET_UP = {"setup_worker_path": SETUP_PROGRAM}
 """Argument of a Ray node that is started by itself."""
@@ -68,9 +68,13 @@ class WorkerForks:
             )
 
     @property
+    def address(self) -> str:
+        return str(self._address)
+
+    @property
     def runtime_env(self) -> dict[str, str]:
-        """What a Ray has to be told for its workers to be forks."""
-        program = [sys.executable, "-I", "-S", SETUP_PROGRAM, "call", str(self._address)]
+        """What a Ray that was started otherwise has to be told for its workers to be forks."""
+        program = [sys.executable, "-I", "-S", SETUP_PROGRAM, "call", self.address]
         return {"py_executable": shlex.join(program)}
 
     def ask(self, function: str, *arguments: object) -> Callable[[], bool]:
@@ -151,23 +155,9 @@ def become_worker(message: bytes, files: list[int]) -> None:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    _read_variables_again()
+    read_variables_again()
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit()
-
-
-def _read_variables_again() -> None:
-    """Have libraries go by this process's variables: they have read those of another one."""
-    torch: Any = sys.modules["torch"]
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(threads) if threads.isdecimal() else os.cpu_count() or 1)
-    if "numba" in sys.modules:
-        settings: Any = sys.modules["numba"].config
-        layer = settings.THREADING_LAYER
-        settings.reload_config()
-        settings.THREADING_LAYER = layer  # OpenMP's would set torch's threads too
-        pool: Any = sys.modules["numba.np.ufunc.parallel"]  # has noted them by its own names
-        pool.NUM_THREADS, pool.snt_check = pool.get_thread_count(), pool.gen_snt_check()
 
 
 if __name__ == "__main__":

@@ -8,18 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from ray._private import ray_constants
-from ray._private.node import Node
 
 from llmpq.remote import session
 from llmpq.remote.starting import SlowStartError, not_joined, not_started
-from llmpq.remote.worker_forks import SETUP_PROGRAM, WorkerForks
 from quant.common.errors import DeviceError
 
 TIMED_OUT = Exception(
@@ -157,18 +152,3 @@ def test_what_was_started_ends_with_a_start_that_does_not(monkeypatch: pytest.Mo
     finally:
         before.kill()
         before.wait()
-
-
-def test_a_local_ray_starts_what_runs_have_a_use_for() -> None:
-    """This Ray has the methods that are left out meanwhile, and the file in whose place ours is."""
-    methods = ("start_monitor", "start_api_server", "start_log_monitor")
-    before = [getattr(Node, name) for name in methods]
-    own = ray_constants.SETUP_WORKER_FILENAME
-    with closing(WorkerForks({})) as forks, session._as_local_head(forks):
-        for name in methods:
-            getattr(Node, name)(None, include_dashboard=False)  # else it asks None for files
-        folder = Path(ray.__file__).parent / "_private/workers"
-        assert Path(folder, ray_constants.SETUP_WORKER_FILENAME) == Path(SETUP_PROGRAM)
-        assert Path(folder, own).is_file()
-    assert [getattr(Node, name) for name in methods] == before
-    assert own == ray_constants.SETUP_WORKER_FILENAME
