@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from planner.option_rules import declared, flag, option
@@ -27,6 +29,17 @@ STOP_CHARACTERS = 1000
 
 MOST_STOP_TOKENS = 1024
 """Token ids that end a request: more than any model has tokens that end something."""
+
+FORM_KINDS = ("json", "regex", "choice", "grammar")
+"""What `structured_outputs` may hold: a JSON schema, a regular expression, texts to choose from, a
+grammar of Lark or llama.cpp."""
+
+MOST_FORM_BYTES = 1 << 18
+"""Of `structured_outputs` as JSON. OpenAI takes schemas with 120,000 characters of names and
+values; a list of 10,000 choices has as many bytes."""
+
+FORM = "structured_outputs"
+_REMEMBERED_FORMS = 64
 
 _STOP_WANTED = f"at most {MOST_STOPS} texts of 1 to {STOP_CHARACTERS} characters each"
 _REPETITION_WANTED = "from {:g} to {:g}; 1 is none".format(*REPETITION_PENALTIES)
@@ -53,6 +66,10 @@ class Sampling:
     transformers; `presence_penalty` and `frequency_penalty` (0: none) count the generated ones, as
     OpenAI defines them; `logit_bias` is added to the logits of its token ids. All four also hold
     where the choice is greedy.
+
+    `structured_outputs` is the form of the answer, one of `FORM_KINDS` with its value; kept as
+    JSON, empty for any text. Tokens that it does not allow are not chosen, and it ends an answer
+    that is complete, whatever else is asked for (docs/sampling.md).
     """
 
     temperature: float = option("T", "0 is greedy", 0.0)
@@ -79,6 +96,9 @@ class Sampling:
     )
     stop_token_ids: tuple[int, ...] = option("ID", "tokens that end it", ())
     min_tokens: int = option("TOKENS", "to generate before anything ends it", 0)
+    structured_outputs: str = option(
+        "JSON", 'form of answers: {"regex": …}, or with json, choice or grammar', ""
+    )
 
     def __post_init__(self) -> None:
         """Check ranges; raises `FieldError`."""
@@ -114,6 +134,8 @@ class Sampling:
             object.__setattr__(self, "stop_token_ids", _checked_ids(self.stop_token_ids))
         if self.logit_bias != {}:  # it is empty in most rows, of which there may be millions
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.structured_outputs != "":
+            object.__setattr__(self, FORM, checked_form(self.structured_outputs))
 
     @property
     def penalises(self) -> bool:
@@ -171,6 +193,64 @@ def _checked_bias(given: Any) -> dict[int, float]:
             raise FieldError("logit_bias", why)
         found[int(key)] = float(value)
     return dict(sorted(found.items()))
+
+
+def checked_form(given: Any) -> str:
+    """`structured_outputs`, an object or its JSON, as JSON of one spelling; empty where it asks for
+    nothing. Whether the form itself is sound is told by `actors.stage.grammar`.
+
+    Raises `FieldError`.
+    """
+    return _form_of_text(given) if isinstance(given, str) else _form_of(given)
+
+
+@lru_cache(_REMEMBERED_FORMS)  # a job's rows may have one form, which each `Sampling` checks
+def _form_of_text(text: str) -> str:
+    return _form_of(_read(text, "the field")) if text else ""
+
+
+def _form_of(given: Any) -> str:
+    value = {} if given is None else given
+    if not isinstance(value, Mapping) or len(value) > 1 or not {*value} <= {*FORM_KINDS}:
+        wanted = f"an object with one of {', '.join(FORM_KINDS)}"
+        raise FieldError(FORM, f"is {given!r:.80}; it must be {wanted}")
+    made = [{kind: _checked_kind(kind, each)} for kind, each in value.items()]
+    try:
+        text = json.dumps(made[0], ensure_ascii=False, separators=(",", ":")) if made else ""
+        size = len(text.encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FieldError(FORM, f"cannot be written as JSON: {error}") from error
+    if size > MOST_FORM_BYTES:
+        raise FieldError(
+            FORM,
+            f"has {size} bytes as JSON; give at most {MOST_FORM_BYTES}, such as a pattern "
+            "in place of a long list",
+        )
+    return text
+
+
+def _checked_kind(kind: str, value: Any) -> Any:
+    """The schema, pattern, choices or grammar; a schema that is JSON text is read."""
+    if kind == "json":
+        schema = _read(value, "its schema") if isinstance(value, str) else value
+        if isinstance(schema, Mapping):
+            return schema
+        raise FieldError(FORM, f"has the schema {value!r:.80}; it must be an object")
+    if kind == "choice":
+        if isinstance(value, list | tuple) and value and all(type(v) is str and v for v in value):
+            return list(value)
+        raise FieldError(FORM, f"has the choice {value!r:.80}; give texts, none of them empty")
+    if isinstance(value, str) and value:
+        return value
+    raise FieldError(FORM, f"has the {kind} {value!r:.80}; it must be a text, and not empty")
+
+
+def _read(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "it nests too deeply" if isinstance(error, RecursionError) else error
+        raise FieldError(FORM, f"is no JSON ({what}): {reason}") from error
 
 
 def _is_token_id(key: object) -> bool:

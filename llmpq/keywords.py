@@ -83,6 +83,7 @@ class SamplingKeywords(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     stop_token_ids: Iterable[int] | None
     min_tokens: int | None
+    structured_outputs: str | Mapping[str, Any] | None
 
 
 class PromptingKeywords(TypedDict, total=False):

@@ -26,6 +26,7 @@ from actors.messages import (
     TokenIds,
 )
 from actors.sampling_options import stop_begin
+from actors.stage.grammar import Answer, Grammars, vocabulary_of
 from actors.stage.model_config import read_config
 from quant.common.text import MOST_BEFORE, Decoder, text_after
 from quant.devices import on_device, on_host
@@ -84,7 +85,7 @@ def changed_logits(
 
     transformers and vLLM have the same order. Products of large logits and penalties stay finite in
     double precision. Each request's `barred` tokens get the least finite number, which no other
-    token has: infinities would leave nothing to choose where all are barred.
+    token has: infinities, which grammars give, would leave nothing to choose where all are barred.
     """
     changed = logits.to(torch.float64, copy=True)
     _add_bias(changed, sampling)
@@ -92,7 +93,7 @@ def changed_logits(
     tokens = np.array([token for each in barred for token in each], dtype=np.int64)
     if tokens.size:
         where = _index(changed, [len(each) for each in barred], tokens)
-        changed[where] = torch.finfo(torch.float64).min
+        changed[where] = changed[where].clamp(max=torch.finfo(torch.float64).min)
     return changed
 
 
@@ -185,20 +186,25 @@ def _sort_equals(top_ids: TokenIds, top: np.ndarray, token: int, own: np.float32
 
 
 class _Running:
-    """A request in a slot, its new tokens, and those that its penalties count."""
+    """A request in a slot, its new tokens, those that its penalties count, and its grammar."""
 
-    def __init__(self, admission: Admission, eos: frozenset[int]) -> None:
+    def __init__(self, admission: Admission, eos: frozenset[int], grammars: Grammars) -> None:
         self.admission = admission
         self.sampling = sampling = admission.sampling
         self.token_ids = list(admission.generated)
         self.counts = TokenCounts.of(admission) if sampling.penalises else NO_TOKENS
         ends = sorted(eos.union(sampling.stop_token_ids)) if sampling.min_tokens else []
         self._ends = ends  # which none of its first `min_tokens` may be
+        self.answer: Answer | None = None
+        self._ignored: Sequence[int] = ()
+        if sampling.structured_outputs:
+            self.answer = grammars.begin(sampling.structured_outputs, self.token_ids)
+            self._ignored = sorted(eos) if sampling.ignore_eos else ()
 
     @property
     def barred(self) -> Sequence[int]:
-        """Tokens that its next one must not be."""
-        return self._ends if len(self.token_ids) < self.sampling.min_tokens else ()
+        """Tokens that its next one must not be, unless a grammar leaves no other."""
+        return self._ends if len(self.token_ids) < self.sampling.min_tokens else self._ignored
 
     def draw(self) -> float:
         """The draw in [0, 1) for its next token; 0 where the choice is greedy."""
@@ -211,13 +217,15 @@ class _Running:
         self.token_ids.append(token)
         if self.counts is not NO_TOKENS:
             self.counts.add(token)
+        if self.answer is not None:
+            self.answer.give(token)
 
 
 class Sampler:
     """Keeps the running requests of the last stage by slot.
 
     `eos_token_ids` end a request unless its sampling says `ignore_eos`; `tokenizer` is only needed
-    for stop strings and is loaded from `folder` when the first request brings one.
+    for stop strings and grammars, and is loaded from `folder` when the first request brings one.
     """
 
     def __init__(
@@ -230,13 +238,14 @@ class Sampler:
         self._tokenizer = tokenizer
         self._folder = folder
         self._running: dict[int, _Running] = {}
+        self._grammars = Grammars(lambda: vocabulary_of(self._decoder(), eos_token_ids))
 
     def sample(self, batch: MicroBatch, logits: Tensor) -> Sampled:
         """One token for each sampled request of `batch`; `logits`: `[sampled, vocabulary]`, of
         which nothing is read where there are none.
         """
         for admission in batch.admitted:
-            self._running[admission.slot] = _Running(admission, self._eos)
+            self._running[admission.slot] = _Running(admission, self._eos, self._grammars)
         slots = batch.slots[batch.sampled_rows].tolist()
         if not slots:
             return NOTHING_SAMPLED
@@ -246,7 +255,8 @@ class Sampler:
             logits.masked_fill_(~finite[:, None], 0.0)
         elif not finite.all():
             logits = logits.masked_fill(~finite[:, None], 0.0)
-        chosen = next_tokens(logits, running)
+        allowed = self._grammars.masked(logits, [request.answer for request in running])
+        chosen = next_tokens(allowed, running)
         asked = [request.admission.top_logprobs for request in running]
         probable = most_probable(logits, chosen, asked)
         tokens, are_finite, *found = on_host(chosen, finite, *probable)
@@ -260,10 +270,14 @@ class Sampler:
             reasons.append(reason)
             if reason is not None:
                 del self._running[slot]
+        going_on = zip(running, reasons, strict=True)
+        self._grammars.look_ahead([r.answer for r, ends in going_on if r.answer and not ends])
         return Sampled(tokens, tuple(reasons), logprobs)
 
     def _finish_reason(self, request: _Running) -> FinishReason | None:
-        sampling, token_ids = request.sampling, request.token_ids
+        sampling, token_ids, answer = request.sampling, request.token_ids, request.answer
+        if answer is not None and answer.is_complete:
+            return "error" if answer.is_broken else "stop"
         if len(token_ids) > sampling.min_tokens:
             is_eos = not sampling.ignore_eos and token_ids[-1] in self._eos
             if is_eos or token_ids[-1] in sampling.stop_token_ids:

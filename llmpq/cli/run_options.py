@@ -43,7 +43,7 @@ _RUN_GROUPS = {
     "shard_rows shard_s",
     "sampling: for rows that do not say": "generation_config max_new_tokens temperature top_k "
     "top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias seed stop "
-    "stop_token_ids min_tokens ignore_eos",
+    "stop_token_ids min_tokens ignore_eos structured_outputs",
     "prompts: for rows that do not say": _PROMPTING,
     "cluster and weights": f"address model adapter adapters cluster importance {_STAGES}",
     **_SUBMITTING,

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from actors.sampling_options import Sampling
+from actors.sampling_options import FORM, Sampling
 from llmpq.rows.results import plain_value
+from llmpq.rows.structured import FORM_FIELDS
 
 PROMPT_FIELDS = ("prompt", "messages")
 ADAPTER = "adapter"
@@ -46,8 +47,9 @@ OBJECTS = ("sampling", "sampling_params", "generation_config", "generation_kwarg
 """Objects that hold fields: ours, and those of vLLM, transformers, OpenAI's client, TGI, Ollama."""
 
 STRUCTURED = frozenset(
-    (*OBJECTS, "messages", "logit_bias", "chat_template_kwargs", "tools", "documents")
-)
+    (*OBJECTS, "messages", "logit_bias", "chat_template_kwargs", "tools", "documents",
+     "response_format", "structured_outputs", "guided_json", "guided_choice")
+)  # fmt: skip
 """Fields that a table may hold as JSON text."""
 
 SPELLINGS: Mapping[str, str] = {
@@ -62,13 +64,14 @@ SPELLINGS: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
     "stop_strings": "stop",
+    **dict.fromkeys(FORM_FIELDS, FORM),
 }
 """Names that OpenAI, transformers, llama.cpp, Ollama and others have for fields of ours."""
 
 _WITHOUT_EFFECT = frozenset((
     "cache_prompt", "cache_salt", "detokenize", "dry_allowed_length", "dry_base",
     "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent", "f16_kv", "flat_logprobs",
-    "guided_decoding_backend", "guided_whitespace_pattern", "id_slot", "keep_alive", "logits_all",
+    "guided_decoding_backend", "id_slot", "keep_alive", "logits_all",
     "low_vram", "main_gpu", "metadata", "mirostat_eta", "mirostat_tau", "n_keep", "num_batch",
     "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "output_kind", "pad_token_id",
     "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
@@ -114,11 +117,8 @@ _NOT_FOLLOWED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "eos_token_id": (), "exponential_decay_length_penalty": (), "max_length": (),
         "max_time": (), "min_length": (0,), "stop_regex": (), "t_max_predict_ms": (0,),
     },
-    f"the form is not enforced: {_IN_WORDS}": {
-        "ebnf": (), "format": ("",), "grammar": (), "guided_choice": (), "guided_decoding": (),
-        "guided_grammar": (), "guided_json": (), "guided_regex": (), "json_schema": (),
-        "regex": (), "response_format": ({"type": "text"},), "structural_tag": (),
-        "structured_outputs": (),
+    "give response_format or structured_outputs, or leave it out": {
+        "guided_whitespace_pattern": (), "structural_tag": (),
     },
     "log-probabilities are not given: leave it out, or ask llmpq serve": {
         "decoder_input_details": (False,), "logprobs": (False,), "n_probs": (0,),
@@ -164,6 +164,7 @@ _UNFOLLOWED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "documents": ([],),
+    **dict.fromkeys(("format", "grammar"), ("",)),
     "n_predict": (-1,),
     "num_predict": (-1, -2),
     "tools": ([],),

@@ -15,6 +15,7 @@ from llmpq.rows.fields import (
     unfollowed,
 )
 from llmpq.rows.results import RowError, json_value, plain_value
+from llmpq.rows.structured import FORM_FIELDS, form_of
 from quant.common.errors import FieldError
 from quant.common.files import parsed_json
 
@@ -44,6 +45,8 @@ def fields_by_name(given: Mapping[str, Any]) -> dict[str, Given]:
             value = None if value.is_nan() else float(value)
         if asks_nothing(name, value):
             continue
+        if name in FORM_FIELDS:
+            value = form_of(shown, name, value)
         why = unfollowed(name, value)
         if why is not None:
             raise FieldError(shown, why)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from actors.sampling_options import GREEDY, Sampling
+from actors.sampling_options import FORM, GREEDY, Sampling
 from llmpq.rows.fields import DRAWN, SAMPLING_FIELDS, nearest_field, unfollowed
 from llmpq.rows.request_fields import Given
 from llmpq.rows.results import RowError, is_writable, plain_value, whole_number
+from llmpq.rows.structured import form_of
 from quant.checkpoint.stored_config import GENERATION_CONFIG_FILE
 from quant.common.errors import CheckpointError, FieldError, SpecError
 
@@ -221,6 +222,8 @@ def _typed(name: str, given: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(value)
         raise FieldError(name, f"is {value!r:.80}; it must be a list of token ids")
+    if name == FORM:
+        return form_of(name, name, value)
     if name == "stop":
         texts = (value,) if isinstance(value, str) else value
         is_list = isinstance(texts, list | tuple)

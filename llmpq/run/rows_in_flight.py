@@ -21,7 +21,7 @@ from llmpq.rows.row import BadRow, Row
 from llmpq.run.drift import LengthRecord
 from llmpq.run.meter import RunMeter
 from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, divided
-from llmpq.tokenizing.requests import RequestMaker
+from llmpq.tokenizing.requests import RequestMaker, not_finite
 from quant.common.errors import InputError
 
 NOT_FINITE = (
@@ -122,7 +122,9 @@ class RowsInFlight:
         for each, request, answer in zip(finished, requests, answers, strict=True):
             self.tokens += len(each.token_ids)
             self._meter.end(len(each.token_ids), request.max_new_tokens)
-            error = (each.error or NOT_FINITE) if each.finish_reason == "error" else None
+            error = None
+            if each.finish_reason == "error":
+                error = each.error or not_finite(request, NOT_FINITE)
             if error is None and answer.error is not None:
                 error = f"its tokens cannot be turned into text: {answer.of}: {answer.error}"
             prompt_tokens = len(request.prompt_ids)
@@ -145,7 +147,8 @@ class RowsInFlight:
     def _divided(self, text: str | None, request: Request) -> tuple[str | None, Mapping[str, Any]]:
         """The text of an answer without its reasoning, and the columns of its row with that."""
         columns, markers = self.columns_held.pop(request.custom_id, {}), self._maker.markers
-        if REASONING not in columns or text is None or markers is None:
+        has_form = bool(request.sampling.structured_outputs)  # which leaves no room for reasoning
+        if REASONING not in columns or text is None or markers is None or has_form:
             return text, columns
         end = texts_of(self._maker.tokenizer, [request.prompt_ids[-PROMPT_END_TOKENS:]])[0]
         reasoning, text = divided(text, markers, end)

@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from actors.messages import MOST_TOP_LOGPROBS
+from actors.sampling_options import FORM
 from llmpq.rows.answers import ChatForm, CompletionForm, Form
 from llmpq.rows.fields import DRAWN, PROMPT_OPTIONS, SAMPLING_FIELDS, TEMPLATE_SWITCH
 from llmpq.rows.request_fields import Given, fields_by_name, prompt_options
@@ -108,6 +109,7 @@ class Body(BaseModel):
     min_tokens: Annotated[Whole, Field(ge=0)] | None = None
     stop_token_ids: list[Whole] | None = None
     add_special_tokens: bool | None = None
+    structured_outputs: Any = None  # `Given`, under whichever name
 
     @property
     def answers(self) -> int:
@@ -135,7 +137,13 @@ class Body(BaseModel):
     @property
     def sampling(self) -> dict[str, Any]:
         """Those fields of `Sampling` that are given, but the limit of an answer."""
-        return self._given(*SAMPLING_FIELDS, DRAWN)
+        given = self._given(*SAMPLING_FIELDS, DRAWN)
+        return given | ({FORM: given[FORM].value} if FORM in given else {})
+
+    @property
+    def form_field(self) -> str:
+        """The name under which a form was asked for."""
+        return FORM if self.structured_outputs is None else self.structured_outputs.name
 
     @property
     def prompt_options(self) -> dict[str, Any]:
@@ -297,7 +305,8 @@ def chat_body(content: Mapping[str, object]) -> ChatBody:
 
 
 def _fields(model: type[BodyT], content: Mapping[str, object]) -> BodyT:
-    served = {name: value for name, value in content.items() if name in model.model_fields}
+    own = model.model_fields.keys() - {FORM}  # which has many forms
+    served = {name: value for name, value in content.items() if name in own}
     others = {name: value for name, value in content.items() if name not in served}
     try:
         names = _add_others(served, others, model)
@@ -319,7 +328,8 @@ def _add_others(
         field = _LIMIT if name == "max_new_tokens" else name
         if field not in model.model_fields:
             continue
-        names[field], value = found.pop(name)
+        given = found.pop(name)
+        names[field], value = given if name != FORM else (given.name, given)
         if served.get(field) not in (None, value):
             raise FieldError(names[field], f"and {field} are given and differ; give one of them")
         served[field] = value

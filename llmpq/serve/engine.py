@@ -61,6 +61,10 @@ class PromptError(Exception):
     """A prompt that has no token ids; its text says why."""
 
 
+class FormError(Exception):
+    """A form that answers cannot have; its text says why."""
+
+
 class PromptTooLongError(Exception):
     """A prompt that the engine has no room for; its text says how long it is: "812 tokens"."""
 
@@ -108,6 +112,9 @@ class Engine(Protocol):
 
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text that ids add to `before`, without special tokens; U+FFFD for half characters."""
+
+    async def check_form(self, form: str) -> None:
+        """Raise `FormError` where no answer can have the form, `Sampling.structured_outputs`."""
 
     def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of an answer; closing the generator ends the generation and frees its slot.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmpq.rows.row import Row
 from llmpq.serve.access import log_fault
-from llmpq.serve.engine import GenerationError, PromptError, PromptTooLongError
+from llmpq.serve.engine import FormError, GenerationError, PromptError, PromptTooLongError
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import load_tokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized
@@ -56,6 +56,11 @@ class ModelTokenizer:
         if answer.tokens is not None:
             raise PromptTooLongError(f"{answer.tokens} tokens")
         return answer.ids or ()
+
+    async def check_form(self, form: str) -> None:
+        why = await self._encoder.form_error(form)
+        if why is not None:
+            raise FormError(why)
 
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text of token ids, as `Engine.decode`; of single tokens it is remembered."""
@@ -136,6 +141,10 @@ class _Asked:
     async def ask(self, task: Mapping[str, object]) -> Tokenized:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self.process.ask, task)
+
+    async def form_error(self, form: str) -> str | None:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self.process.form_error, form)
 
     def close(self) -> None:
         self.process.close()

@@ -26,6 +26,7 @@ from llmpq.serve.engine import (
     TokenEvent,
 )
 from llmpq.serve.model_tokenizer import ModelTokenizer
+from llmpq.tokenizing.requests import not_finite
 from llmpq.tokenizing.tokenizer_process import RowLimits
 from planner.fleet.fleet_spec import Runnable
 from planner.plan.spec import PlanSpec
@@ -79,6 +80,7 @@ class PipelineEngine:
         self.tokenizer = ModelTokenizer(model.folder, limits, options.prompting)
         self.markers = self.tokenizer.markers
         self.encode, self.decode = self.tokenizer.encode, self.tokenizer.decode
+        self.check_form = self.tokenizer.check_form
         try:
             check()
             self.lengths = self._expected_lengths() if model.predicts else None
@@ -161,7 +163,7 @@ class PipelineEngine:
             while not ended:
                 progress = await answers.get()
                 ended = progress is None or progress.finish_reason is not None
-                for event in _events(progress):
+                for event in _events(progress, request):
                     tokens += 1
                     yield event
             if self.lengths is not None:
@@ -240,13 +242,14 @@ def _no_texts(token_ids: object) -> list[str]:
     raise AssertionError("texts are asked of the tokenizer for each request")
 
 
-def _events(progress: Progress | None) -> Sequence[TokenEvent]:
+def _events(progress: Progress | None, request: Request) -> Sequence[TokenEvent]:
     """The tokens of `progress`; raises `GenerationError` where it says that there is an error."""
     if progress is None:
         raise GenerationError("the stages are gone; the server's log says more")
     reason = progress.finish_reason
     if reason == "error":
-        raise GenerationError(progress.error or "the model's output was not finite")
+        why = not_finite(request, "the model's output was not finite")
+        raise GenerationError(progress.error or why)
     ends = (*(None for _ in progress.token_ids[1:]), reason)
     logprobs = progress.logprobs or [None] * len(progress.token_ids)
     shared = (progress.shared_tokens, *(0 for _ in progress.token_ids[1:]))[: len(logprobs)]

@@ -14,7 +14,7 @@ from llmpq.rows.row import BadRow, Row, row_from_mapping
 from llmpq.rows.sampling import merge_sampling
 from llmpq.serve.access import ApiError, bad_request
 from llmpq.serve.bodies import ChatBody, CompletionBody
-from llmpq.serve.engine import Engine, EngineLimits, PromptError, PromptTooLongError
+from llmpq.serve.engine import Engine, EngineLimits, FormError, PromptError, PromptTooLongError
 from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, Markers, ReasoningStream, divided
 from llmpq.tokenizing.requests import beyond_vocabulary
 from quant.common.errors import FieldError
@@ -27,7 +27,8 @@ class Asked:
     """The generations of one HTTP request, in the order of their choices' indices.
 
     `prompt_tokens` counts each prompt once, however many answers it gets. `prompt_end` is the last
-    text of a chat's prompt for a model that reasons between `markers`, None of any other.
+    text of a chat's prompt for a model that reasons between `markers`, None of any other and of an
+    answer whose form leaves no room for reasoning.
     """
 
     generations: tuple[Request, ...]
@@ -62,6 +63,8 @@ def generations_of(body: CompletionBody | ChatBody) -> int:
 async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> Asked:
     """The generations that `body` asks for, with ids of `name`; 400 names the field at fault."""
     sampling = _sampling(body.sampling, engine)
+    if sampling.structured_outputs:
+        await _check_form(body, sampling.structured_outputs, engine)
     where = "prompt" if isinstance(body, CompletionBody) else "messages"
     generations: list[Request] = []
     prompt_tokens = 0
@@ -89,7 +92,8 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
                     adapter=body.model if body.model in engine.adapters else "",
                 )
             )
-    markers, end = None if isinstance(body, CompletionBody) else engine.markers, ""
+    is_free = isinstance(body, ChatBody) and not sampling.structured_outputs
+    markers, end = engine.markers if is_free else None, ""
     if markers is not None:
         end = await engine.decode(generations[0].prompt_ids[-PROMPT_END_TOKENS:])
     return Asked(tuple(generations), prompt_tokens, markers, end)
@@ -104,6 +108,14 @@ def _sampling(given: Mapping[str, Any], engine: Engine) -> Sampling:
     if problem is not None:
         raise bad_request(str(problem), problem.name)
     return sampling
+
+
+async def _check_form(body: CompletionBody | ChatBody, form: str, engine: Engine) -> None:
+    field = body.form_field
+    try:
+        await engine.check_form(form)
+    except FormError as error:
+        raise bad_request(f"{field} cannot be kept: {error}", field) from error
 
 
 def _rows(body: CompletionBody | ChatBody, where: str) -> list[Row]:

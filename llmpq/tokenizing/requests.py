@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.messages import Request, Sampling
-from actors.sampling_options import stop_begin
+from actors.sampling_options import FORM, stop_begin
 from llmpq.rows.results import RowError
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import merge_sampling
@@ -108,9 +108,18 @@ class RequestMaker:
             )
         if sampling.stop and self.tokenizer is None:
             raise RowError("stop strings need a tokenizer, which the model has not")
+        if sampling.structured_outputs:
+            self._check_form(sampling.structured_outputs)
         beyond = beyond_vocabulary(sampling, self.vocab_size)
         if beyond is not None:
             raise RowError(str(beyond))
+
+    def _check_form(self, form: str) -> None:
+        if self.tokenizer is None:
+            raise RowError(f"{FORM} needs a tokenizer, which the model has not")
+        why = self.tokenizer.form_error(form)
+        if why is not None:
+            raise RowError(f"{FORM} {form!r:.80} cannot be kept: {why}")
 
     def _submitted(self, row: Row) -> int:
         if self.tokenizer is None:
@@ -220,6 +229,13 @@ def _text_of(request: Request, token_ids: tuple[int, ...]) -> dict[str, Any]:
     ends = bool(token_ids) and token_ids[-1] in request.sampling.stop_token_ids
     before = request.prompt_ids[-MOST_BEFORE:]
     return {"ids": token_ids[:-1] if ends else token_ids, "before": before}
+
+
+def not_finite(request: Request, why: str) -> str:
+    """`why` an answer ended whose tokens had no meaning, or that its grammar was too complex."""
+    if not request.sampling.structured_outputs:
+        return why
+    return f"{FORM} takes too long to follow here: make it simpler; or else {why}"
 
 
 def beyond_vocabulary(sampling: Sampling, vocab_size: int) -> FieldError | None:

@@ -1,13 +1,14 @@
 """The process that runs a model's tokenizer and chat template, on one row at a time.
 
-It is started by the path of this file and imports nothing of this project but one rule of `quant`,
-so that it is ready as soon as transformers is; torch, which tokenizers do without, is kept out. Its
+It is started by the path of this file and imports nothing of this project but one rule of `quant`
+and, where rows have forms, how stages compile these, so that it is ready as soon as transformers
+is; torch, which tokenizers do without, is kept out. Its
 settings come as JSON in its only argument, tasks as one JSON object a line, and each is answered by
 one line before the next is looked at: `{"text": …}` and `{"chat": [messages]}`, with the row's own
 `options`, by `ids`, or by the `tokens` or `characters` that are too many; `{"ids": […], "before":
 […]}` by the `text` that ids add to that of those before, `{"lists": [[before, ids], …]}` by
-`texts`; any by the `error` of what (`of`) failed. The first line that it writes says what was
-loaded, or why nothing was.
+`texts`, `{"form": …}` by an empty `text` where answers can have that form; any by the `error` of
+what (`of`) failed. The first line that it writes says what was loaded, or why nothing was.
 
 The kernel bounds it: address space (RLIMIT_AS), and an alarm that nobody handles for seconds, which
 holds for native code too and where nobody is left to watch.
@@ -77,6 +78,7 @@ class RowTokenizer:
         places = (n for n in range(len(self._probed)) if self._probed[n:][: len(plain)] == plain)
         self._begin = self._probed[: next(places, 0)]  # what the tokenizer puts before a text
         self._decoder = _decoder(self.tokenizer, self.markers)
+        self._vocabulary: Any = None
 
     def answer(self, line: str) -> dict[str, Any]:
         """The answer to a task; a row's content may make third-party code raise anything."""
@@ -87,6 +89,10 @@ class RowTokenizer:
                 return {"text": self._text(task["before"], task["ids"])}
             if "lists" in task:
                 return {"texts": [self._text(*each) for each in task["lists"]]}
+            if "form" in task:
+                of = "form"
+                self._compile(task["form"])
+                return {"text": ""}
             own = task.get("options", {})
             adds = {**self._options, **own}.get("add_special_tokens", "chat" not in task)
             if "chat" not in task:
@@ -109,6 +115,14 @@ class RowTokenizer:
         text = text_after(self._decoder, before, ids)
         text.encode()  # half a surrogate pair could not be written
         return text
+
+    def _compile(self, form: str) -> None:
+        """Raise ValueError for a form that stages could not keep answers to."""
+        from actors.stage.grammar import compiled, vocabulary_of
+
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary_of(self.tokenizer)
+        compiled(form, self._vocabulary)
 
     def _render(self, messages: list[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         kwargs = dict(self._options.get("chat_template_kwargs", {}))

@@ -35,6 +35,7 @@ MOST_ROW_S = 86_400.0
 _LOAD_S = 120.0
 _LOAD_BYTES = 8 << 30  # a tokenizer.json of 30 MB takes about 1 GiB
 _GRACE_S = 10.0  # the process ends itself in time; this is for one that cannot
+_REMEMBERED_FORMS = 64
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 _REMEDY = "take the model's own files again (those beside its weights on the hub)"
 
@@ -103,6 +104,7 @@ class TokenizerProcess:
         self._numbers = 0
         self._waiting: deque[_Task] = deque()
         self._answers: dict[int, Tokenized] = {}
+        self._forms: dict[str, str | None] = {}
         self._retried = -1
         self._forgotten = 0
         self._heard_s = time.monotonic()
@@ -144,6 +146,16 @@ class TokenizerProcess:
 
     def ask(self, task: Mapping[str, Any]) -> Tokenized:
         return self.answer(self.submit(task))
+
+    def form_error(self, form: str) -> str | None:
+        """Why answers cannot have `form`, `Sampling.structured_outputs`; None where they can. One
+        that was asked about before takes no time.
+        """
+        if form not in self._forms:
+            if len(self._forms) >= _REMEMBERED_FORMS:
+                del self._forms[next(iter(self._forms))]
+            self._forms[form] = self.ask({"form": form}).error
+        return self._forms[form]
 
     def forget(self) -> None:
         """Forget all tasks so far, whose answers nobody asks for any more."""

@@ -23,6 +23,7 @@ WIDER: dict[str, Any] = {
     "bits": Iterable[int],
     "stop": str | Iterable[str],
     "stop_token_ids": Iterable[int],
+    "structured_outputs": str | Mapping[str, Any],
 }
 """Options that are given in more forms than the one that a dataclass keeps."""
 

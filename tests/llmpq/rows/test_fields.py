@@ -114,10 +114,8 @@ def test_every_setting_of_generation_config_is_known() -> None:
 
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("guided_json", {"type": "object"}, "ask for it in the prompt"),
-    ("guided_choice", ["a"], "ask for it in the prompt"),
-    ("structured_outputs", {"choice": ["a"]}, "ask for it in the prompt"),
-    ("response_format", {"type": "json_object"}, "ask for it in the prompt"),
+    ("structural_tag", {"structures": []}, "give response_format"),
+    ("guided_whitespace_pattern", " *", "give response_format"),
     ("bad_words", ["R"], "logit_bias"),
     ("allowed_token_ids", [5], "logit_bias"),
     ("logits_processors", ["x"], "logit_bias"),
@@ -143,8 +141,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("system", "Be brief.", 'role "system"'),
     ("system_prompt", "Be brief.", 'role "system"'),
     ("think", False, "chat_template_kwargs"),
-    ("format", "json", "ask for it in the prompt"),
-    ("grammar", "root ::= x", "ask for it in the prompt"),
 ]
 
 

@@ -12,6 +12,7 @@ from llmpq.rows.row import Row
 from llmpq.serve.engine import (
     EngineLimits,
     EngineStatus,
+    FormError,
     PromptError,
     PromptTooLongError,
     QueueState,
@@ -77,6 +78,10 @@ class PretendEngine:
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text of bytes."""
         return bytes(each for each in token_ids if each < END).decode("utf-8", "replace")
+
+    async def check_form(self, form: str) -> None:
+        if "impossible" in form:
+            raise FormError("no text has this form")
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """The bytes of the answer, one token each."""
