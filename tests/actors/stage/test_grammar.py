@@ -45,7 +45,9 @@ def admitted(slot: int, sampling: Sampling, most: int = 200, **given: Any) -> Ad
     return Admission(slot, f"row {slot}", most, sampling, **given)
 
 
-def drawn(admissions: Sequence[Admission], steps: int = 200, favoured: int | None = None) -> Answers:
+def drawn(
+    admissions: Sequence[Admission], steps: int = 200, favoured: int | None = None
+) -> Answers:
     """Answers of a sampler to logits that depend on slot and position alone."""
     sampler = Sampler([END], TOKENIZER)
     answers: Answers = [(list(each.generated), None) for each in admissions]

@@ -162,7 +162,10 @@ def test_values_that_ask_for_nothing(url: str, fields: dict[str, Any]) -> None:
         ({"best_of": 3}, "best_of must be 1"),
         ({"echo": True}, "echo must be false"),
         ({"suffix": "end"}, "suffix must be"),
-        ({"response_format": {"type": "xml"}}, "response_format is {'type': 'xml'}; its type must be"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format is {'type': 'xml'}; its type must be",
+        ),
         ({"tools": [5]}, "tools is [5]; it must be a list of objects"),
         ({"tool_choice": "required"}, "tool_choice is 'required'; it must be"),
         ({"modalities": ["text", "audio"]}, "the answer is text"),

@@ -94,6 +94,6 @@ def test_what_is_no_form_is_an_error_row(fields: dict[str, Any], message: str) -
 
 
 def test_a_form_in_python_is_checked_as_that_of_a_row() -> None:
-    with pytest.raises(FieldError, match="structured_outputs is {'xml': 5}; it must be"):
+    with pytest.raises(FieldError, match=r"structured_outputs is .* it must be"):
         Sampling(structured_outputs={"xml": 5})
     assert Sampling(structured_outputs={}) == Sampling()
