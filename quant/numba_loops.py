@@ -62,8 +62,9 @@ def compiled_loop(function: Any, parallel: bool, exact: bool = False) -> Any:
     settings.THREADING_LAYER = "workqueue"  # idle threads sleep
     fast = False if exact else _FAST_SUMS
     # a division that raises where it is by zero is not done for several numbers at once
-    compiled = numba.njit(parallel=parallel, fastmath=fast, nogil=True, error_model="numpy")
-    return keep_compiled(compiled(function))
+    options: Any = {"fastmath": fast, "nogil": True, "error_model": "numpy"}
+    options["no_cfunc_wrapper"] = True  # which takes time to compile, and nobody calls from C
+    return keep_compiled(numba.njit(parallel=parallel, **options)(function))
 
 
 @cache

@@ -238,12 +238,17 @@ def _sharing(dtype: torch.dtype) -> Any:
                 scores[token] = cap * math.tanh(scores[token] / cap)
         for token in range(len(scores)):
             scores[token] += slope * np.float32(first + token)
-        largest = scores.max()
+        largest = scores[0]
+        for token in range(1, len(scores)):  # scores.max() takes the compiler half a second
+            if scores[token] > largest or math.isnan(scores[token]):
+                largest = scores[token]
         if sink > largest:  # not so where it is no number
             largest = sink
         for token in range(len(scores)):
             scores[token] = power(scores[token] - largest)
-        total = scores.sum() + power(sink - largest)
+        total = power(sink - largest)
+        for token in range(len(scores)):
+            total += scores[token]
         for token in range(len(scores)):
             scores[token] = scores[token] / total * scale_of(value_scales, token)
 

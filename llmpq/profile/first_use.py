@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -59,7 +60,7 @@ _STANDS_FOR_LARGER: Mapping[str, Any] = {
 
 _DESIGN = ProfileOptions(
     points=5,
-    rounds=5,
+    rounds=3,
     space=DesignSpace((1, 8, 32), 16, 512, prefill_tokens=CPU_TOKENS_AT_ONCE, decode_tokens=4096),
 )
 """Prompts of up to as many tokens as pass at once, as what one more token adds to a few hundred
@@ -234,6 +235,7 @@ def _measure_in_child(task: Mapping[str, Any], threads: int) -> None:
         try:
             child.stdin.write(json.dumps(task) + "\n")
             child.stdin.flush()
+            importlib.import_module("scipy.optimize")  # planning needs it, and waits here anyway
             child.wait(_LIMIT_S)
         finally:
             child.kill()
@@ -246,10 +248,15 @@ def _measure_in_child(task: Mapping[str, Any], threads: int) -> None:
 def main() -> None:
     """Measure what stands in the input's first line, as long as that stays open."""
     task = json.loads(sys.stdin.readline())
-    from actors.profiling.beside import end_with_parent
+    import torch
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    measure_here(task)
+    from actors.profiling.loops import compiled_beside
+
+    with compiled_beside(getattr(torch, task["dtype"])):
+        from actors.profiling.beside import end_with_parent
+
+        threading.Thread(target=end_with_parent, daemon=True).start()
+        measure_here(task)
 
 
 def measure_here(task: Mapping[str, Any]) -> None:
