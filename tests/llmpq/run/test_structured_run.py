@@ -1,0 +1,130 @@
+"""Jobs whose rows ask for forms, on the demo model: under every policy, and as stages die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import ray
+import regex
+
+from llmpq import Cluster, Plan, Workload
+from tests.llmpq.divided_plans import divided_plan
+from tests.paths import DEMO_MODEL
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 22]}, "is": {"type": "boolean"}, "of": {"enum": ["a", "b"]}},
+    "required": ["n", "is"],
+    "additionalProperties": False,
+}
+FORMS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+    {"guided_choice": ["class", "def", "import os"]},
+    {"structured_outputs": {"regex": "[0-9]{2}:[0-9]{2}"}},
+    {"response_format": {"type": "text"}},
+    {},  # of the job
+    {"guided_grammar": 'start: "(" (NUMBER | start) ")"\nNUMBER: /[0-9][0-9]?/'},
+]
+PARENTHESES = regex.compile(r"(\((?:[0-9]+|(?1))\))")
+TOKENS = 60
+ROWS = [
+    {
+        "custom_id": str(n),
+        "prompt": f"def f{n}(x):",
+        "temperature": (0, 1.0, 1.5)[n % 3],
+        "seed": n,
+        **FORMS[n // 4],
+    }
+    for n in range(24)
+]
+BAD = [
+    {"custom_id": "type", "prompt": "a", "guided_json": {"type": "blurb"}},
+    {"custom_id": "empty", "prompt": [1], "guided_regex": "a[^\\s\\S]"},
+]
+CLUSTER = """
+name: two-emulated
+nodes: [{name: a, accelerators: {T4: 2}, usable_memory_gib: 0.1}]
+network: {internode_gbit_per_s: 100}
+emulate: {time_scale: 0}
+"""
+
+
+def is_json(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+FITS: list[Callable[[str], Any]] = [
+    is_json,
+    lambda text: text in ("class", "def", "import os"),
+    regex.compile("[0-9]{2}:[0-9]{2}").fullmatch,
+    lambda text: True,
+    is_json,
+    PARENTHESES.fullmatch,
+]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
+    path.write_text(CLUSTER)
+    options = {"bits": [16], "dtype": "float32", "keep_all_devices": True, "theta": 1.0}
+    return Cluster.from_yaml(path).plan(DEMO_MODEL, Workload(6, 16, TOKENS), **options)
+
+
+def answers(plan: Plan, told: Callable[[Any, int], None], **options: Any) -> dict[str, str]:
+    """Texts of the rows, which have their forms where they are not cut."""
+    found, errors, whole = {}, {}, 0
+    with plan.session(structured_outputs={"json": SCHEMA}, **options) as session:
+        for result in session.run([*ROWS[:5], *BAD, *ROWS[5:]]):
+            if result.error is not None:
+                errors[result.custom_id] = result.error
+                continue
+            found[result.custom_id] = result.text
+            told(session, len(found))
+            if result.finish_reason == "stop":
+                assert FITS[int(result.custom_id) // 4](result.text), result.text
+                whole += 1
+    assert "structured_outputs" in errors["type"]
+    assert "Invalid type: blurb" in errors["type"]
+    assert "no text has this form" in errors["empty"]
+    assert len(errors) == 2
+    assert len(found) == len(ROWS)
+    assert whole >= 16
+    return found
+
+
+def test_answers_have_their_forms_under_all_policies_and_after_faults(
+    plan: Plan, tmp_path: Path
+) -> None:
+    """What samples is killed twice; under s3 all are expected to be short, and are preempted; at
+    last some stages prefill for others, and choose the first token.
+    """
+    killed: list[int] = []
+
+    def kill(session: Any, done: int) -> None:
+        if done >= 6 * (len(killed) + 1) and len(killed) < 2:
+            stage = session._shared.stages.of(plan.spec).stages[-1]
+            pid = ray._private.state.actors()[stage.actor_ids[0]]["Pid"]
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+    def nothing(session: Any, done: int) -> None: ...
+
+    trace = tmp_path / "short.csv"
+    trace.write_text("custom_id,expected_tokens\n" + "".join(f"{n},2\n" for n in range(24)))
+    expected = answers(plan, nothing, policy="static")
+    assert answers(plan, kill, policy="orca", prefill_chunk_tokens=3) == expected
+    assert len({*killed}) == 2
+    assert answers(plan, nothing, policy="s3", predictor=f"trace:{trace}") == expected
+    parts = divided_plan(DEMO_MODEL, (0.1,), (0.1,), lengths=(16, TOKENS), theta=1.0)
+    assert answers(Plan(parts), nothing) == expected

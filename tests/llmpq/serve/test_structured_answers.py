@@ -1,0 +1,107 @@
+"""Forms over HTTP: OpenAI's own client and pydantic read what the demo model is made to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from llmpq import Cluster, Workload
+from llmpq.run.options import RunOptions
+from llmpq.serve.options import ServeOptions
+from llmpq.serve.pipeline_engine import PipelineEngine
+from llmpq.serve.server import Server
+from llmpq.serve.service import Service
+from tests.llmpq.conftest import ONE_DEVICE
+from tests.paths import DEMO_MODEL
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+ASKED = [{"role": "user", "content": "A pet?"}]
+
+
+class Pet(BaseModel):
+    """With all that pydantic's schemas are made of: references, unions, limits."""
+
+    class Home(BaseModel):
+        street: str = Field(max_length=8)
+
+    kind: Literal["cat", "dog"]
+    age: int = Field(ge=0, le=30)
+    homes: list[Home] = Field(max_length=2)
+    chip: int | None = Field(le=9, ge=0)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> PipelineEngine:
+    (tmp_path / "cluster.yaml").write_text(ONE_DEVICE.replace("0.01", "0.1"))
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    given = {"bits": [16], "dtype": "float32", "theta": 1.0}
+    cluster = Cluster.from_yaml(tmp_path / "cluster.yaml")
+    plan = cluster.plan(DEMO_MODEL, Workload(8, 32, 400), **given)
+    return PipelineEngine(plan.spec, RunOptions(chat_template=tmp_path / "t.jinja"))
+
+
+async def ask(client: openai.AsyncOpenAI) -> None:
+    """Eight drawn answers at once, a stream, completions, and what is refused."""
+    model = (await client.models.list()).data[0].id
+    parsed = await client.chat.completions.parse(
+        model=model,
+        messages=ASKED,
+        response_format=Pet,
+        n=8,
+        temperature=1.0,
+        seed=1,
+        logprobs=True,
+    )
+    assert all(isinstance(each.message.parsed, Pet) for each in parsed.choices)
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "p", "schema": Pet.model_json_schema()},
+    }
+    stream = await client.chat.completions.create(
+        model=model, messages=ASKED, response_format=schema, stream=True
+    )
+    Pet.model_validate_json("".join([c.choices[0].delta.content or "" async for c in stream]))
+    for given, fits in (
+        ({"structured_outputs": {"choice": ["red", "green"]}}, {"red", "green"}.__contains__),
+        ({"guided_regex": "[0-9]{4}"}, lambda text: text.isdecimal() and len(text) == 4),
+        ({"response_format": {"type": "json_object", "schema": {"const": {"a": 1}}}},
+         lambda text: json.loads(text) == {"a": 1}),
+    ):  # fmt: skip
+        made = await client.completions.create(
+            model=model, prompt=["def", [5, 6]], extra_body=given, temperature=1.0
+        )
+        assert [(each.finish_reason, fits(each.text)) for each in made.choices] == [
+            ("stop", True)
+        ] * 2
+    never = {"guided_json": {"type": "integer", "minimum": 5, "maximum": 4}}
+    with pytest.raises(openai.BadRequestError, match="guided_json cannot be kept: Unsat"):
+        await client.completions.create(model=model, prompt="a", extra_body=never)
+
+
+def test_the_client_of_openai_parses_every_answer(engine: PipelineEngine) -> None:
+    async def scenario() -> None:
+        server = Server(Service(engine, ServeOptions(port=0)))
+        running = asyncio.create_task(server.serve())
+        while not server.started or engine.status == "loading":
+            await asyncio.sleep(0.02)
+        address = f"http://127.0.0.1:{server.bound_port}/v1"
+        try:
+            async with openai.AsyncOpenAI(base_url=address, api_key="-", max_retries=0) as client:
+                await ask(client)
+        finally:
+            server.should_exit = True
+            await running
+
+    engine.start()
+    try:
+        asyncio.run(scenario())
+    finally:
+        engine.close()
