@@ -98,6 +98,7 @@ class RunKeywords(SamplingKeywords, PromptingKeywords, total=False):
     """Options of `Plan.run`: the fields of `RunOptions`, and those of its `sampling`."""
 
     model: str | None
+    json_schema: str | Path | Mapping[str, Any] | None
     generation_config: GenerationConfigUse
     adapter: str | Path | None
     adapters: Mapping[str, str | Path] | Iterable[str]

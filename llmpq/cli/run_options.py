@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from actors.sampling_options import Sampling
 from llmpq.cli.parser import Parser, made, taken
 from llmpq.jobs.result_lines import OutputOptions
-from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, RunOptions
+from llmpq.run.options import CACHE_RULE, FORM_RULE, PREDICTOR_RULE, RunOptions
 from llmpq.serve.options import BatchOptions, ServeOptions
 from llmpq.tokenizing.prompting import PROMPTING_OPTIONS
 from planner.option_rules import REQUIRED, Rule, flag, option
@@ -43,7 +43,7 @@ _RUN_GROUPS = {
     "shard_rows shard_s",
     "sampling: for rows that do not say": "generation_config max_new_tokens temperature top_k "
     "top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias seed stop "
-    "stop_token_ids min_tokens ignore_eos structured_outputs",
+    "stop_token_ids min_tokens ignore_eos json_schema structured_outputs",
     "prompts: for rows that do not say": _PROMPTING,
     "cluster and weights": f"address model adapter adapters cluster importance {_STAGES}",
     **_SUBMITTING,
@@ -52,7 +52,8 @@ _RUN_GROUPS = {
     "no_shared_heads",
     "recovery": "on_device_loss retries hang_s replace_s row_s",
 }
-_PATHS = "plan input output model adapter cluster importance chat_template trace cache_dir address"
+_PATHS = "plan input output model adapter cluster importance chat_template json_schema trace "
+_PATHS += "cache_dir address"
 
 _RUN_RULES = (
     Rule(
@@ -71,6 +72,7 @@ _RUN_RULES = (
     ),
     CACHE_RULE,
     PREDICTOR_RULE,
+    FORM_RULE,
 )
 
 

@@ -18,6 +18,7 @@ from llmpq.lengths.finished_rows import texts_of
 from llmpq.lengths.sources import LengthSource, open_source, wait_loaded
 from llmpq.model_check import left_out_note
 from llmpq.remote.shared_stages import SharedStages
+from llmpq.rows.results import RowError
 from llmpq.rows.sampling import JobSampling, SamplingInput, merge_sampling
 from llmpq.run.checkpoint import (
     check_sampling,
@@ -34,6 +35,7 @@ from planner.adapters import adapter_folders, named_adapters
 from planner.fleet.fleet_spec import Runnable
 from planner.plan.simulate import check_trace_path
 from planner.plan.spec import PlanSpec, all_stages, undivided
+from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
     from actors.live_group import LiveGroup
@@ -233,12 +235,14 @@ class RunResources(CheckedModel):
         return found
 
     def request_maker(self, sampling: Sampling) -> RequestMaker:
-        """What makes requests of rows that have this `sampling` where they have none."""
+        """What makes requests of rows that have this `sampling` where they have none. Raises
+        `SpecError` where no answer can have its form.
+        """
         if self.tokenizer is not None and not self.tokenizer.is_alive:  # it failed in a run before
             self.tokenizer = self._started_tokenizer()
         plan, long = self._first_plan, self._first_plan.long_rows
         long_workload = None if long is None else long.workload
-        return RequestMaker(
+        maker = RequestMaker(
             plan.workload,
             self.vocab_size,
             sampling,
@@ -246,6 +250,11 @@ class RunResources(CheckedModel):
             long_workload,
             frozenset(self.adapters),
         )
+        try:
+            maker.check_form(sampling.structured_outputs)
+        except RowError as error:
+            raise SpecError(str(error)) from error
+        return maker
 
     @property
     def model_folder(self) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from actors.recovery.policy import OnDeviceLoss, Recovery
-from actors.sampling_options import Sampling
+from actors.sampling_options import FORM, Sampling, checked_form
 from actors.transport import TRANSPORTS, Transport
 from llmpq.rows.sampling import (
     GENERATION_CONFIGS,
@@ -44,6 +44,7 @@ from planner.scheduling import (
     policy_options,
 )
 from quant.common.errors import SpecError
+from quant.common.files import read_json_object
 from quant.loading.cache_settings import CacheSettings, cache_settings
 
 if TYPE_CHECKING:
@@ -66,9 +67,11 @@ PREDICTOR_RULE = Rule(
     beside="policy",
     values=tuple(name for name in POLICY_NAMES if name != PREDICTING),
 )
+FORM_RULE = Rule(("json_schema",), "that is a form already; give one of them", beside=FORM)
 _RULES = (
     CACHE_RULE,
     PREDICTOR_RULE,
+    FORM_RULE,
     Rule(SAMPLING_OPTIONS, "that settles it; name it there", beside="sampling"),
 )
 
@@ -79,6 +82,7 @@ class RunOptions(PromptingOptions):
 
     `sampling`: a `Sampling` settles every field; a mapping those that it names, and the others are
     those of the model's generation_config.json, or with `generation_config` "none" greedy.
+    `json_schema`, a file or the schema itself, becomes its `structured_outputs`.
     `address`: without one, a Ray that is initialised or in RAY_ADDRESS, else a local one. A row in
     flight at `retries` faults is run apart from the others; one whose chat template or tokens take
     more than `row_s` becomes an error. Where a plan's schedule is followed, another schedule is put
@@ -93,6 +97,9 @@ class RunOptions(PromptingOptions):
         "MODEL", "folder, GGUF file or hub id of the weights (default: the plan's own)"
     )
     sampling: SamplingInput = None
+    json_schema: str | Path | Mapping[str, Any] | None = option(
+        "FILE", "JSON schema that answers keep to, of rows that ask for no form (default: any text)"
+    )
     generation_config: GenerationConfigUse = option(
         GENERATION_CONFIGS,
         "where unset options come from: the model's generation_config.json, or none: greedy",
@@ -199,8 +206,23 @@ class RunOptions(PromptingOptions):
         if self.save_predictor is not None:
             self._check_learning()
         refuse_outside(self)
+        if self.json_schema is not None:
+            self._take_schema(self.json_schema)
         if isinstance(self.sampling, Mapping):
             merge_sampling(Sampling(), self.sampling)
+
+    def _take_schema(self, given: str | Path | Mapping[str, Any]) -> None:
+        """Make the schema a part of `sampling`, from where runs take it."""
+        schema = given
+        if isinstance(given, str | Path):
+            schema = read_json_object(Path(given).expanduser(), "give a JSON schema", SpecError)
+        form, found = checked_form({"json": schema}), self.sampling
+        if isinstance(found, Sampling):
+            found = replace(found, structured_outputs=form)
+        else:
+            found = {**(found or {}), FORM: form}
+        object.__setattr__(self, "sampling", found)
+        object.__setattr__(self, "json_schema", None)
 
     def _check_learning(self) -> None:
         from llmpq.lengths.sources import learns  # the command's help needs no predictors

@@ -108,13 +108,15 @@ class RequestMaker:
             )
         if sampling.stop and self.tokenizer is None:
             raise RowError("stop strings need a tokenizer, which the model has not")
-        if sampling.structured_outputs:
-            self._check_form(sampling.structured_outputs)
+        self.check_form(sampling.structured_outputs)
         beyond = beyond_vocabulary(sampling, self.vocab_size)
         if beyond is not None:
             raise RowError(str(beyond))
 
-    def _check_form(self, form: str) -> None:
+    def check_form(self, form: str) -> None:
+        """Raise `RowError` where no answer can have `form`, `Sampling.structured_outputs`."""
+        if not form:
+            return
         if self.tokenizer is None:
             raise RowError(f"{FORM} needs a tokenizer, which the model has not")
         why = self.tokenizer.form_error(form)

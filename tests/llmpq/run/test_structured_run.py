@@ -15,6 +15,9 @@ import ray
 import regex
 
 from llmpq import Cluster, Plan, Workload
+from llmpq.cli.run_options import run_options, run_parser
+from llmpq.run.options import RunOptions
+from quant.common.errors import SpecError
 from tests.llmpq.divided_plans import divided_plan
 from tests.paths import DEMO_MODEL
 
@@ -84,7 +87,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 def answers(plan: Plan, told: Callable[[Any, int], None], **options: Any) -> dict[str, str]:
     """Texts of the rows, which have their forms where they are not cut."""
     found, errors, whole = {}, {}, 0
-    with plan.session(structured_outputs={"json": SCHEMA}, **options) as session:
+    with plan.session(json_schema=SCHEMA, **options) as session:
         for result in session.run([*ROWS[:5], *BAD, *ROWS[5:]]):
             if result.error is not None:
                 errors[result.custom_id] = result.error
@@ -101,6 +104,29 @@ def answers(plan: Plan, told: Callable[[Any, int], None], **options: Any) -> dic
     assert len(found) == len(ROWS)
     assert whole >= 16
     return found
+
+
+def test_a_jobs_form_that_cannot_be_kept_is_told_before_anything_runs(
+    plan: Plan, tmp_path: Path
+) -> None:
+    file = tmp_path / "schema.json"
+    for text, words in (
+        ('{"type": "string", "minLength": 5, "maxLength": 4}', "cannot be kept: Unsatisfiable"),
+        ("[", "schema.json.*give a JSON schema"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SpecError, match=words):
+            plan.run(ROWS, json_schema=file)
+    file.write_text(json.dumps(SCHEMA))
+    parser = run_parser()
+    given = parser.parse_args(
+        ["--plan", "p", "--input", "i", "--output", "o", "--json_schema", str(file)]
+    )
+    assert run_options(given).sampling == {
+        "structured_outputs": json.dumps({"json": SCHEMA}, separators=(",", ":"))
+    }
+    with pytest.raises(SpecError, match="json_schema has no effect beside structured_outputs"):
+        RunOptions.of({"json_schema": file, "structured_outputs": {"regex": "a"}})
 
 
 def test_answers_have_their_forms_under_all_policies_and_after_faults(

@@ -1,0 +1,22 @@
+"""The example of structured answers says what it prints: forms, on the demo model."""
+
+from __future__ import annotations
+
+import runpy
+
+import pytest
+
+from tests.llmpq.conftest import (  # noqa: F401  (fixtures)
+    local_ray,
+    ray_address,
+    worker_environment,
+)
+from tests.paths import EXAMPLES
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_every_answer_has_its_form(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "structured_answers.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("name=") and "is_tame=" in line for line in lines) == 4
+    assert sum(line in ("cats", "dogs") for line in lines) == 1
