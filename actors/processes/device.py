@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # commands look for GPUs before they import torch
 
 OPENMP_SPINS = "10000"
 """Some microseconds in which torch's idle threads wait awake: if it were longer, they would take
-the core from the threads of the decode attention (62 ms a step of a 170M model on two cores, 49
-with this)."""
+the core from other processes, and from compiled loops where numba has threads of its own (62 ms a
+step of a 170M model on two cores, 49 with this)."""
 
 MALLOC_KEEPS = ":".join(
     f"glibc.malloc.{name}={value}"
