@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import ray
@@ -69,6 +69,13 @@ class GroupOptions:
     cuda_graphs: bool = True
     adapter: str | None = None
     adapters: tuple[str, ...] = ()
+
+
+@cache
+def _remote(actor_class: Any) -> Any:
+    """Ray's form of the class; it reads its code for each that is made, and sends it once."""
+    make: Any = ray.remote  # its annotations lack concurrency groups
+    return make(concurrency_groups={CONTROL: 1, HANDOVER: 1})(actor_class)
 
 
 Reserve = Callable[[], Reservation | ReservedPart]
@@ -173,13 +180,10 @@ class StageGroup(LiveGroup):
         threads = reservation.placements[index].threads
         own = has_stage_environment()
         environment = None if own else {"env_vars": stage_environment(threads)}
-        make_remote: Any = ray.remote  # its annotations lack concurrency groups
 
-        def start(actor_class: type[Any], *arguments: Any) -> Any:
-            remote = make_remote(concurrency_groups={CONTROL: 1, HANDOVER: 1})(actor_class).options(
-                runtime_env=environment,
-                max_restarts=0,
-                **reservation.actor_options(index),
+        def start(actor_class: Any, *arguments: Any) -> Any:
+            remote = _remote(actor_class).options(
+                runtime_env=environment, max_restarts=0, **reservation.actor_options(index)
             )
             return remote.remote(*arguments)
 

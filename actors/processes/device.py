@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from actors.stage.spec import StageSpec
 from quant.common.errors import DeviceError
 from quant.common.units import GIB, MIB
 
-if TYPE_CHECKING:  # commands look for GPUs before they import torch
+if TYPE_CHECKING:  # commands look for GPUs before they import anything that takes long
     import torch
+
+    from actors.stage.spec import StageSpec
 
 OPENMP_SPINS = "10000"
 """Some microseconds in which torch's idle threads wait awake: if it were longer, they would take

@@ -11,12 +11,14 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     Mistral4Config,
@@ -24,6 +26,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from actors.attention.addresses import Scoring
@@ -98,14 +101,40 @@ def register_models() -> None:
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Build the causal model of `config` with all weights on the meta device, without memory."""
+    """Build the causal model of `config` with all weights on the meta device, without memory.
+
+    There are no random numbers, which torch would import parts of its compiler not to make.
+    """
     register()
     register_models()
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    try:
+        model = _built(config, _Counting())
+    except RuntimeError:  # what is counted meets what has no numbers
+        model = _built(config, nullcontext())
+    model.tie_weights()  # left out with random numbers
     model.config._attn_implementation = RAGGED_ATTENTION
     model.eval()
     return model
+
+
+def _built(config: PretrainedConfig, counting: AbstractContextManager[object]) -> PreTrainedModel:
+    with torch.device("meta"), no_init_weights(), counting:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+class _Counting(TorchFunctionMode):
+    """Counts on the CPU, as rotary frequencies are made: to compute with them on the meta device
+    torch asks its compiler, for which a process imports sympy for a third of a second.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if function is torch.arange and given.get("device") is None:
+            return torch.arange(*args, **given | {"device": "cpu"})
+        return function(*args, **given)
 
 
 def numbers_of_layers(config: PretrainedConfig) -> int:

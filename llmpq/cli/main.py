@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -18,6 +21,9 @@ from llmpq.cli.parser import Parser, made
 from planner.option_rules import REQUIRED, argument
 from quant.common.text import printable
 
+_ELSEWHERE = ("-h", "--help", "--address", "--submit", "--follow", "--stop")
+"""Beginnings of options with which a command starts no stages on this machine."""
+
 
 @dataclass(frozen=True)
 class Subcommand:
@@ -27,11 +33,19 @@ class Subcommand:
     parser_entry: str
     summary: str
     old_name: str | None = None
+    runs: bool = False
 
     def main(self, arguments: Sequence[str], prog: str) -> int:
-        """Run the command under the name `prog`, and return the exit code."""
-        code: int = resolve_name(f"llmpq.cli.{self.entry}")(arguments, prog=prog)
-        return code
+        """Run the command under the name `prog`, and return the exit code. What stages on this
+        machine import is prepared ahead of what commands that `run` them do.
+        """
+        with ExitStack() as stack:
+            if self.runs and not any(each.startswith(_ELSEWHERE) for each in arguments):
+                from llmpq.remote.session import prepared_ahead
+
+                stack.enter_context(prepared_ahead())
+            code: int = resolve_name(f"llmpq.cli.{self.entry}")(arguments, prog=prog)
+            return code
 
     def parser(self, prog: str) -> Parser:
         made: Parser = resolve_name(f"llmpq.cli.{self.parser_entry}")(prog)
@@ -51,6 +65,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
             "run_options:run_parser",
             "generate for files of prompts; goes on after any stop",
             "llmpq-dist",
+            runs=True,
         ),
         "serve": Subcommand(
             "serve:main",
@@ -59,7 +74,10 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
             "llmpq-serve",
         ),
         "demo": Subcommand(
-            "demo:main", "demo:demo_parser", "plan and run a small model on this machine"
+            "demo:main",
+            "demo:demo_parser",
+            "plan and run a small model on this machine",
+            runs=True,
         ),
     },
     "measure and prepare": {
@@ -152,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found is None:
         sys.stderr.write(f"llmpq: error: {unknown(given[0])}\n")
         return EXIT_BAD_INPUT
+    atexit.register(gc.freeze)  # Python looks through all modules for garbage as it ends
     prog = f"llmpq {given[0]}"
     if {"-h", "--help"} & set(given):
         found.parser(prog).parse(given[1:])  # leaves, without what the command itself needs

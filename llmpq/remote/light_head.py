@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
 from os import environ
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,12 @@ sends the words of workers to the driver: Python processes that import for a sec
 `ray.init` waits for the second.
 """
 
+_OF_AGENTS = (
+    *("aiohttp", "aiohttp_cors", "grpc", "opencensus", "prometheus_client", "pydantic"),
+    *("opentelemetry.exporter.prometheus", "opentelemetry.proto"),
+)
+"""The imports of `ray/dashboard/optional_deps.py`."""
+
 _AGENT = str(Path(__file__).with_name("waiting_agent.py"))
 
 _LOOK_S = 0.02
@@ -52,7 +59,7 @@ def light_head(forks: WorkerForks | None) -> Iterator[None]:
     loopback. The variable of that switch, read when Ray is imported, comes before. What this Ray
     has not, or has otherwise, is left as it is.
     """
-    from ray._private import ray_constants, services
+    from ray._private import ray_constants, services, utils
     from ray._private.node import Node
 
     with ExitStack() as stack:
@@ -61,6 +68,7 @@ def light_head(forks: WorkerForks | None) -> Iterator[None]:
         for name in _UNUSED:
             stack.enter_context(replaced(Node, name, lambda _: _start_nothing))
         stack.enter_context(replaced(services, "get_node", _node_once_there))
+        stack.enter_context(replaced(utils, "get_dashboard_dependency_error", _looked_for))
         if forks is not None:
             stack.enter_context(replaced(Node, "start_raylet", forks_for_workers(forks)))
             name = "_build_python_executable_command_memory_profileable"
@@ -123,6 +131,18 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
                 environ.pop(name, None)
             else:
                 environ[name] = value
+
+
+def _looked_for(error: Callable[[], object]) -> object:
+    """Make of what imports all that an agent does, to know whether it is there, what finds it."""
+
+    def missing() -> object:
+        with suppress(ImportError):  # where the package around a module is not there
+            if all(map(find_spec, _OF_AGENTS)):
+                return None
+        return error()
+
+    return missing
 
 
 def _waiting_agents(build: Any) -> object:

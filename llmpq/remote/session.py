@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from os import environ
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,29 @@ def joins_ray(address: str | None) -> bool:
     return is_joined or (address or environ.get("RAY_ADDRESS") or "local") != "local"
 
 
+_AHEAD: ContextVar[WorkerForks | None] = ContextVar("_AHEAD", default=None)
+"""What `prepared_ahead` has started, until somebody takes it."""
+
+
+@contextmanager
+def prepared_ahead() -> Iterator[None]:
+    """Begin to prepare what `prepared_forks` of a local Ray returns in the body; where nobody takes
+    it, it is ended.
+    """
+    _AHEAD.set(prepared_forks(None))
+    try:
+        yield
+    finally:
+        _end_ahead()
+
+
+def _end_ahead() -> None:
+    forks = _AHEAD.get()
+    _AHEAD.set(None)
+    if forks is not None:
+        forks.close()
+
+
 def prepared_forks(address: str | None) -> WorkerForks | None:
     """Start what the workers of a local Ray are forks of, seconds before `ray_session` starts that.
 
@@ -42,9 +66,14 @@ def prepared_forks(address: str | None) -> WorkerForks | None:
     GPUs, which libraries may look at before a fork that is to use them.
     """
     told = "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ
-    if joins_ray(address) or told or not sys.platform.startswith("linux") or visible_gpus():
+    if joins_ray(address) or told or not sys.platform.startswith("linux"):
+        _end_ahead()
         return None
-    return WorkerForks(stage_environment(1))
+    ahead = _AHEAD.get()
+    if ahead is not None:
+        _AHEAD.set(None)
+        return ahead
+    return None if visible_gpus() else WorkerForks(stage_environment(1))
 
 
 @contextmanager

@@ -189,12 +189,12 @@ class RunResources(CheckedModel):
                 lengths = self.length_source()
                 undo.callback(lengths.close)
             check = self.check_loads(self.stages.forks)
+            if at_once:
+                self.stages.begin()
             self.load_importance()
             import_module("actors.handover.group")  # by which stages are started
             if self.tokenizer is not None:
                 self.tokenizer.wait()
-            if at_once:
-                self.stages.begin()
             check()
             self.expected = self._expected_lengths(lengths)
             undo.pop_all()

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +125,7 @@ def tokenizer_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 def nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process join a Ray, or look at what comes before one."""
     monkeypatch.setattr("llmpq.remote.shared_stages.prepared_forks", lambda address: None)
+    monkeypatch.setattr("llmpq.remote.session.prepared_ahead", nullcontext)
 
 
 @pytest.fixture
