@@ -27,8 +27,13 @@ WHITE_SPACE = r"[ ]?|\n[ \t]{0,20}"
 """Between the signs of JSON: as `json.dumps` writes it, with an indentation or without. Bounded, as
 a model that draws its tokens may write blanks without end."""
 
-_LIMITS: Mapping[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
-"""Of a grammar, beside those that the library has: about 100 MB for its patterns."""
+_LIMITS: Mapping[str, Any] = {
+    "max_items_in_row": 1000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+"""Of a grammar, beside those that the library has: items within which a mask of the most ambiguous
+one takes 50 ms (of 2,000, its own limit, 0.4 s), and about 100 MB for patterns."""
 
 _ERROR_CHARACTERS = 300
 
@@ -57,14 +62,24 @@ def compiled(form: str, vocabulary: LLTokenizer) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(vocabulary, _grammar(form), log_level=0, limits=LLParserLimits(**_LIMITS))
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # what nothing can begin is only noticed here
+    _check(matcher)
+    begun = matcher.deep_copy()
+    allowed = np.frombuffer(begun.compute_bitmask(), dtype=np.uint8)
+    _check(begun)  # what nothing can begin is only noticed here, and next what is too large
+    (tokens,) = np.unpackbits(allowed, bitorder="little").nonzero()
+    if not tokens.size:
+        raise ValueError("the tokenizer has no token that it begins with")
+    begun.consume_token(int(tokens[0]))
+    _check(begun)
+    return matcher
+
+
+def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
         why = matcher.get_error().removesuffix("<non-verbose/>").strip()
         if why.startswith("NoExtension"):
             why = "no text has this form"
         raise ValueError(why[:_ERROR_CHARACTERS])
-    return matcher
 
 
 def _grammar(form: str) -> str:
@@ -77,7 +92,10 @@ def _grammar(form: str) -> str:
         )
     if kind == "regex":
         return LLMatcher.grammar_from_regex(value)
-    return grammar_from(kind, json.dumps(value) if kind == "choice" else value)
+    if kind == "choice":  # as one token of the grammar, which may have many thousands
+        texts = " | ".join(map(json.dumps, value))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+    return grammar_from(kind, value)
 
 
 class Answer:

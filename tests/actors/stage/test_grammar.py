@@ -144,6 +144,13 @@ def test_rows_without_a_form_are_not_touched() -> None:
     assert beside[1] == alone[0]
 
 
+def test_an_answer_that_cannot_be_followed_ends_with_an_error() -> None:
+    """As where its grammar becomes too complex; here its tokens are not those of the form."""
+    begun = admitted(0, Sampling(structured_outputs=LETTERS), generated=(END + 1,))
+    ((tokens, reason),) = drawn([begun])
+    assert (len(tokens), reason) == (2, "error")
+
+
 @pytest.mark.parametrize(
     ("options", "ending", "tokens"),
     [
@@ -184,7 +191,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
 def test_a_tokenizer_of_pieces_with_bytes() -> None:
     """LLaMA's kind, whose spaces are in its tokens, and which has bytes for what has no token."""
     tokenizer = piece_tokenizer(strip_decoder())
-    matcher = compiled('{"choice":["é! world"]}', vocabulary_of(tokenizer, [2]))
-    ids = tokenizer.convert_tokens_to_ids(["é", "<0x21>", "▁world"])
+    matcher = compiled('{"choice":["é!",". world","é world"]}', vocabulary_of(tokenizer, [2]))
+    ids = tokenizer.convert_tokens_to_ids(["é", "▁world"])
     assert matcher.consume_tokens(ids)
     assert matcher.is_stopped()

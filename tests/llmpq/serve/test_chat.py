@@ -189,6 +189,8 @@ def test_reasoning_that_the_prompt_opens() -> None:
         {"content": "4"},
         {},
     ]
+    formed = ask(CHAT, body | {"response_format": {"type": "json_object"}}, thinks("{}"))
+    assert formed.json()["choices"][0]["message"]["content"] == "{}"  # no room for reasoning
 
 
 def test_texts_are_not_divided() -> None:
