@@ -58,6 +58,7 @@ from planner.fleet.fleet_spec import plans_of, shown_plan
 from planner.plan.simulate import check_trace_path
 from planner.plan.spec import undivided
 from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
+from quant.common.url_files import AnyFile
 from quant.scheme import GPTQ
 
 
@@ -98,9 +99,10 @@ def _run(options: RunCommand, given: argparse.Namespace) -> int:
     plan, chosen = _check(options, given)
     _ = chosen.cache  # refuses the home folder of nobody before the output is touched
     source = JobInput.find(options.input)
-    inputs = (*source.files, Path(options.plan))
+    inputs: tuple[AnyFile, ...] = (*source.files, Path(options.plan))
     if chosen.trace_path is not None:
-        check_trace_path(chosen.trace_path, (*inputs, Path(options.output)))
+        local = (path for path in (*inputs, Path(options.output)) if isinstance(path, Path))
+        check_trace_path(chosen.trace_path, tuple(local))
     written = output_options(given)
     if written.output_format is None and source.begins_with_batch_line():
         written = replace(written, default_format="openai")

@@ -142,7 +142,7 @@ class RunCommand(StoredPlan):
 
     input: list[str] = option(
         "PATH",
-        "prompts: JSON or CSV (also .gz, .zst) or Parquet files, folders, globs",
+        "prompts: JSON or CSV (also .gz, .zst) or Parquet files, folders, globs, URLs",
         REQUIRED,
         more={"action": "extend"},
     )

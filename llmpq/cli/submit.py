@@ -28,6 +28,7 @@ from llmpq.remote.ray_jobs import JobEnd, RayJobs
 from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import is_local_model, local_path
 from quant.common.errors import InputError
+from quant.common.url_files import identity_of, is_url
 
 MAX_UPLOAD_BYTES = 100 * 2**20
 """Most bytes of prompts that are uploaded with a job. Ray takes 512 MiB, but keeps them in the
@@ -155,7 +156,7 @@ def _importance(named: str | None, plan: PlanSpec, folder: Path) -> str | None:
 
 def _check_absolute(option: str, path: str | None) -> None:
     in_home = option == "cache_dir" and path is not None and path.startswith("~")  # expanded there
-    if path is not None and not path.startswith("/") and not in_home:
+    if path is not None and not path.startswith("/") and not in_home and not is_url(path):
         raise InputError(
             f"--{option} is {path!r}, which would lie in the job's temporary "
             "folder; give an absolute path that the cluster's head can write"
@@ -163,7 +164,7 @@ def _check_absolute(option: str, path: str | None) -> None:
 
 
 def _is_of_cluster(path: str) -> bool:
-    return path.startswith(("/", "~"))
+    return path.startswith(("/", "~")) or is_url(path)
 
 
 def _inputs(named: Sequence[str], folder: Path) -> list[str]:
@@ -173,7 +174,7 @@ def _inputs(named: Sequence[str], folder: Path) -> list[str]:
     if not local:
         return arguments
     source = JobInput.find(local)
-    size = sum(path.stat().st_size for path in source.files)
+    size = sum(identity_of(path).file_bytes for path in source.files)
     if size > MAX_UPLOAD_BYTES:
         raise InputError(
             f"the inputs that would travel with the job have {size / 2**20:.0f} MiB, at most "
@@ -182,6 +183,7 @@ def _inputs(named: Sequence[str], folder: Path) -> list[str]:
         )
     for path, name in zip(source.files, source.names, strict=True):
         target = Path(_INPUT) / name
+        assert isinstance(path, Path), "URLs are not copied"
         _copy(path, folder / target)
         arguments.append(str(target))
     return arguments

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from quant.common.errors import InputError
+from quant.common.url_files import AnyFile
 
 RowFormat = Literal["jsonl", "csv", "parquet"]
 Compression = Literal["", ".gz", ".zst"]
@@ -70,7 +71,7 @@ class FileFormat:
 JSON_LINES = FileFormat("jsonl")
 
 
-def input_format(path: Path) -> FileFormat:
+def input_format(path: AnyFile) -> FileFormat:
     """JSON lines where the name tells no format; `InputError` for Parquet compressed as a whole."""
     stem, compression = _without_compression(path.name.lower())
     if stem.endswith(PARQUET):
@@ -124,9 +125,9 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def opened(path: Path, compression: Compression) -> Iterator[BinaryIO]:
+def opened(path: AnyFile, compression: Compression) -> Iterator[BinaryIO]:
     if compression == ".gz":
-        with gzip.open(path, "rb") as unpacked:
+        with path.open("rb") as packed, gzip.open(packed, "rb") as unpacked:
             yield cast(BinaryIO, unpacked)
     elif compression == ".zst":
         require_pyarrow("Files that end in .zst")
@@ -157,7 +158,7 @@ def compressed(sink: io.RawIOBase, compression: Compression) -> Iterator[Any]:
         yield sink
 
 
-def numbered_lines(path: Path, compression: Compression) -> Iterator[tuple[int, bytes | None]]:
+def numbered_lines(path: AnyFile, compression: Compression) -> Iterator[tuple[int, bytes | None]]:
     """Lines and their numbers; None for one that is too long. Raises one of `READ_ERRORS`."""
     with opened(path, compression) as file:
         number = 0
@@ -173,7 +174,7 @@ def numbered_lines(path: Path, compression: Compression) -> Iterator[tuple[int, 
                 line = file.readline(MAX_LINE_BYTES)
 
 
-def contradiction(path: Path, named: FileFormat) -> str | None:
+def contradiction(path: AnyFile, named: FileFormat) -> str | None:
     """A sentence on a file that holds something else than its name says; raises `READ_ERRORS`."""
     with path.open("rb") as file:
         start = file.read(8)
@@ -193,7 +194,7 @@ def _told(named: FileFormat, found: str) -> str:
     return f"its name stands for {named.name}, but it holds {found}; name it by what it holds"
 
 
-def _content(path: Path, named: FileFormat) -> str | None:
+def _content(path: AnyFile, named: FileFormat) -> str | None:
     """Content of a file of lines, once it is decompressed, if that is something else than these."""
     with opened(path, named.compression) as file:
         line = file.readline(_SNIFFED_BYTES)

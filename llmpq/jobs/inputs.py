@@ -28,6 +28,14 @@ from llmpq.rows.row import BadRow, Occurrences, Row, row_from_line, row_from_map
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
 from quant.common.text import path_reason
+from quant.common.url_files import (
+    AnyFile,
+    UrlFile,
+    changed_while_read,
+    files_at,
+    identity_of,
+    is_url,
+)
 
 _PLACES_PER_FILE = 2**40
 
@@ -58,17 +66,17 @@ class JobInput:
     `row_of` makes rows of lines, by default those of llmpq and of OpenAI's batches.
     """
 
-    files: tuple[Path, ...]
+    files: tuple[AnyFile, ...]
     names: tuple[str, ...]
     row_of: Callable[[Content, str], Row | BadRow] = row_of
 
     @classmethod
     def find(cls, named: Sequence[str | Path]) -> JobInput:
-        """The files behind paths, folders and globs. InputError without any, or for a pipe."""
+        """The files behind paths, folders, globs, URLs. InputError without any, or for a pipe."""
         found = dict.fromkeys(path for name in named for path in _files_of(str(name)))
         files = tuple(found)
         for path in files:
-            if not path.is_file():
+            if isinstance(path, Path) and not path.is_file():
                 raise InputError(
                     f"cannot read input {path}: it is no regular file, and a job reads its input "
                     "twice; write it to a file first"
@@ -126,12 +134,29 @@ class JobInput:
         if self.names != tuple(file.name for file in record.files):
             return False
         pairs = tuple(zip(record.files, self.files, strict=True))
-        if any(path.stat().st_size != file.file_bytes for file, path in pairs):
-            return False
         return all(file.matches(path) for file, path in pairs)
 
 
-def _contents(path: Path) -> Iterator[tuple[int, Content]]:
+def _contents(path: AnyFile) -> Iterator[tuple[int, Content]]:
+    """What a file holds, row by row; `InputError` where one behind a URL changes meanwhile."""
+    if not isinstance(path, UrlFile):
+        yield from _contents_now(path)
+        return
+    try:
+        before = identity_of(path)
+        try:
+            yield from _contents_now(path)
+        except InputError as error:
+            if identity_of(path) != before:
+                raise changed_while_read(path) from error
+            raise
+        if identity_of(path) != before:
+            raise changed_while_read(path)
+    except OSError as error:
+        raise InputError(f"cannot read input {path}: {reason(error)}") from error
+
+
+def _contents_now(path: AnyFile) -> Iterator[tuple[int, Content]]:
     named = input_format(path)
     try:
         wrong = contradiction(path, named)
@@ -149,7 +174,7 @@ def _contents(path: Path) -> Iterator[tuple[int, Content]]:
         raise InputError(f"cannot read input {path}: {reason(error)}") from error
 
 
-def _lines(path: Path, compression: Compression) -> Iterator[tuple[int, Content]]:
+def _lines(path: AnyFile, compression: Compression) -> Iterator[tuple[int, Content]]:
     for number, line in numbered_lines(path, compression):
         if line is None:
             yield number, f"the line has more than {file_format.MAX_LINE_BYTES} bytes"
@@ -164,7 +189,9 @@ def no_prompts(source: str) -> InputError:
     )
 
 
-def _files_of(name: str) -> list[Path]:
+def _files_of(name: str) -> Sequence[AnyFile]:
+    if is_url(name):
+        return files_at(name, SUFFIXES)
     try:
         path = Path(name).expanduser()
         if path.is_dir():

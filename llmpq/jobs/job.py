@@ -22,6 +22,7 @@ from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
+from quant.common.url_files import AnyFile
 
 
 class ResultStream:
@@ -103,7 +104,7 @@ class ResultStream:
 Output = JobOutput | ResultStream
 
 
-def open_output(name: str, options: OutputOptions, inputs: Sequence[Path]) -> Output:
+def open_output(name: str, options: OutputOptions, inputs: Sequence[AnyFile]) -> Output:
     """A stream for pipes and devices, else the files of a job."""
     path = Path(name)
     try:

@@ -16,6 +16,7 @@ from typing import Any
 
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
+from quant.common.url_files import AnyFile, UrlFile, identity_of
 
 _DIGEST_BYTES = 16
 
@@ -24,7 +25,7 @@ def new_digest() -> Any:
     return hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path: AnyFile) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, new_digest).hexdigest()
 
@@ -203,7 +204,9 @@ def write_shard(
 
 @dataclass(frozen=True)
 class FileRecord:
-    """State of a file; `identity` is None where a later change would not show in it."""
+    """State of a file; `identity` is None where a later change would not show in it, and `digest`
+    is empty where a store tells versions, which spares reading it.
+    """
 
     name: str
     file_bytes: int
@@ -211,21 +214,24 @@ class FileRecord:
     identity: FileIdentity | None
 
     @classmethod
-    def of(cls, path: Path, name: str) -> FileRecord | None:
+    def of(cls, path: AnyFile, name: str) -> FileRecord | None:
         """State of the file at `path`; None where it changes meanwhile."""
         (identity,) = settled_identities([path])
-        digest = file_digest(path)
-        if FileIdentity.of(path) != identity:
+        tells = isinstance(path, UrlFile) and identity.is_settled
+        digest = "" if tells else file_digest(path)
+        if identity_of(path) != identity:
             return None
         known = identity if identity.is_settled else None
         return cls(name, identity.file_bytes, digest, known)
 
-    def matches(self, path: Path) -> bool:
+    def matches(self, path: AnyFile) -> bool:
         """Whether `path` holds the same bytes; they are read where the file system cannot tell."""
-        now = FileIdentity.of(path)
+        now = identity_of(path)
         if now == self.identity:
             return True
-        return now.file_bytes == self.file_bytes and file_digest(path) == self.digest
+        if now.file_bytes != self.file_bytes:
+            return False
+        return bool(self.digest) and file_digest(path) == self.digest
 
 
 @dataclass(frozen=True)
@@ -256,12 +262,12 @@ class FolderRecord:
         return _identities(shards) == self.identities or all(each.is_whole() for each in shards)
 
 
-def settled_identities(paths: Sequence[Path]) -> list[FileIdentity]:
+def settled_identities(paths: Sequence[AnyFile]) -> list[FileIdentity]:
     """Identities of `paths`, after a clock tick without a change. Raises OSError."""
-    identities = [FileIdentity.of(path) for path in paths]
+    identities = [identity_of(path) for path in paths]
     if identities:
         max(identities, key=lambda identity: identity.changed_ns).settle()
-    return [FileIdentity.of(path) for path in paths]
+    return [identity_of(path) for path in paths]
 
 
 def _names(shards: Sequence[Shard]) -> str:

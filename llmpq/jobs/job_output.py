@@ -34,6 +34,7 @@ from llmpq.rows.results import Result
 from llmpq.version import llmpq_version
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
+from quant.common.url_files import AnyFile
 
 _MAY_COMMIT = (Exception, KeyboardInterrupt, SystemExit)
 
@@ -56,7 +57,7 @@ class JobOutput:
         self,
         named: str | Path,
         options: OutputOptions | None = None,
-        inputs: Sequence[Path] = (),
+        inputs: Sequence[AnyFile] = (),
         disk: Disk | None = None,
     ) -> None:
         path = self._named = Path(named)
@@ -107,7 +108,8 @@ class JobOutput:
                 f"output {self.path} would be a table, and OpenAI's lines are none; name an output "
                 "that ends in .jsonl, or pass --output_format rows"
             )
-        if self.path.exists() and any(self.path.samefile(source) for source in self._inputs):
+        local = (source for source in self._inputs if isinstance(source, Path))
+        if self.path.exists() and any(map(self.path.samefile, local)):
             raise InputError(f"output {self.path} is the input too; name another file")
         if not self._in_folder or not self.path.is_dir() or self.options.overwrite:
             return

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 from llmpq.jobs.file_format import require_pyarrow
 from llmpq.rows.fields import STRUCTURED, is_field
 from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS
 from quant.common.errors import InputError
+from quant.common.url_files import AnyFile, UrlFile
 
 ROWS_AT_ONCE = 2048
 ROWS_PER_GROUP = 16384
@@ -46,7 +46,7 @@ MOST_COLUMNS = 1000
 _LEVELS = 3  # of lists in lists; deeper ones are JSON text
 
 
-def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def parquet_rows(path: AnyFile) -> Iterator[Mapping[str, Any]]:
     """Rows of prompts as a JSONL line would hold them; a missing value is a missing field.
 
     `messages` may be a list of structs or JSON text, `sampling`, `logit_bias` and what else is an
@@ -108,13 +108,14 @@ def _field(name: str, kind: ColumnKind) -> Any:
     return pa.field(name, found, metadata=_JSON_TEXT if kind == JSON else None)
 
 
-def read_results(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
+def read_results(path: AnyFile, columns: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
     require_pyarrow()
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        source = path.open("rb") if isinstance(path, UrlFile) else path
+        with pq.ParquetFile(source) as file:
             missing = set(columns or ()) - set(file.schema_arrow.names)
             if missing:
                 raise InputError(f"{path} has no column {sorted(missing)[0]!r}")

@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TextIO
 
 from llmpq.jobs import file_format
@@ -18,6 +17,7 @@ from llmpq.jobs.parquet import plain_row
 from llmpq.rows.fields import KNOWN_FIELDS, STRUCTURED
 from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS
 from quant.common.errors import InputError
+from quant.common.url_files import AnyFile
 
 _DECODE = json.JSONDecoder().raw_decode
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -31,7 +31,7 @@ with more of it.
 """
 
 
-def is_whole_json(path: Path, compression: Compression) -> bool:
+def is_whole_json(path: AnyFile, compression: Compression) -> bool:
     """Whether a file holds an array, or its first value spans lines; may raise `READ_ERRORS`."""
     with _text(path, compression) as text:
         if text.begins(_WHOLE):
@@ -44,7 +44,7 @@ def is_whole_json(path: Path, compression: Compression) -> bool:
             return False
 
 
-def json_rows(path: Path, compression: Compression) -> Iterator[Mapping[str, Any] | str]:
+def json_rows(path: AnyFile, compression: Compression) -> Iterator[Mapping[str, Any] | str]:
     """The objects of a file, one after another; a text stands for a value that is none.
 
     A value at a time is in memory. Raises `InputError` where the file is no JSON from some place
@@ -81,7 +81,7 @@ def _elements(text: _Text) -> Iterator[object]:
 
 
 class _Text:
-    def __init__(self, path: Path, stream: TextIO) -> None:
+    def __init__(self, path: AnyFile, stream: TextIO) -> None:
         self._path, self._stream = path, stream
         self._part = stream.read(READ_CHARACTERS)
         self._at = 0
@@ -148,7 +148,7 @@ class _Text:
 
 
 @contextmanager
-def _text(path: Path, compression: Compression) -> Iterator[_Text]:
+def _text(path: AnyFile, compression: Compression) -> Iterator[_Text]:
     with opened(path, compression) as file:
         yield _Text(path, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline=""))
 
@@ -163,7 +163,9 @@ _TEXT = STRUCTURED | {"custom_id", "prompt"}
 """Columns that stay text here, as all own columns do; `plain_row` reads the JSON of some."""
 
 
-def csv_rows(path: Path, compression: Compression) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+def csv_rows(
+    path: AnyFile, compression: Compression
+) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
     """Rows of prompts, each with the line it begins in, as a JSONL line would hold them.
 
     A text in the place of a row says what is wrong with it. An empty cell is a missing field.
@@ -198,7 +200,7 @@ def _cell(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else _ENCODE(value)
 
 
-def read_csv_results(path: Path, compression: Compression) -> Iterator[object]:
+def read_csv_results(path: AnyFile, compression: Compression) -> Iterator[object]:
     """Results as `csv_lines` was given them; a row that is no result is a list of cells.
 
     An empty text is None in a row with an error, else empty. Own columns are texts, and missing
@@ -236,7 +238,7 @@ class _Echo:
 class _Lines(Iterator[str]):
     """Lines for the csv module; knows the line in which a row begins, and bounds its length."""
 
-    def __init__(self, path: Path, compression: Compression) -> None:
+    def __init__(self, path: AnyFile, compression: Compression) -> None:
         self._path = path
         self._lines = numbered_lines(path, compression)
         self.begin()
@@ -263,7 +265,7 @@ class _Lines(Iterator[str]):
             return line.decode("utf-8", "surrogateescape")
 
 
-def _records(path: Path, compression: Compression) -> Iterator[tuple[int, list[str], bool]]:
+def _records(path: AnyFile, compression: Compression) -> Iterator[tuple[int, list[str], bool]]:
     if csv.field_size_limit() < file_format.MAX_LINE_BYTES:  # 128 KiB, of the whole process
         csv.field_size_limit(file_format.MAX_LINE_BYTES)
     lines = _Lines(path, compression)
@@ -283,7 +285,7 @@ def _records(path: Path, compression: Compression) -> Iterator[tuple[int, list[s
             yield lines.first, cells, lines.is_text
 
 
-def _checked(header: list[str], path: Path) -> list[str]:
+def _checked(header: list[str], path: AnyFile) -> list[str]:
     names = [name.strip() for name in header]
     if "" in names:
         raise InputError(

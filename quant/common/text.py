@@ -27,7 +27,7 @@ _SECRETS = re.compile(
     r"(?P<user>:/{1,2})(?:[^/@\s'\":]*:[^\s'\"]*|[^/@\s'\"]+)@|"
     r"(?<![^\s'\"=(,])(?P<bare>[^\s'\":/=(,]+:(?![\s/])[^\s'\"]*@)(?=[\w\[])|"
     r"\bhf_[A-Za-z0-9]{8,}|"
-    r"(?P<key>\b(?:token|access_token|api_key|password)=)[^&\s'\"]+|"
+    r"(?P<key>\b(?:token|access_token|api_key|password|signature|sig)=)[^&\s'\"]+|"
     r"(?P<bearer>\bBearer )\S+",
     re.IGNORECASE,
 )
