@@ -50,12 +50,17 @@ CASES = {
     "16bit": PlannedCase(RANDOM, 1, (16,)),
     "planned": PlannedCase(RANDOM, 1, BITWIDTHS),
     "two": PlannedCase(RANDOM, 2, BITWIDTHS),
+    "two-16bit": PlannedCase(RANDOM, 2, (16,)),
     "smollm2": PlannedCase(DEMO, 1, BITWIDTHS),
 }
 
 
-def row_of(case: PlannedCase, folder: Path, options: argparse.Namespace) -> str:
-    """Plan and run a case: the row of the table."""
+CONTESTS = (("two", "planned"), ("two-16bit", "16bit"))
+"""Two stages of half the threads, and the one stage that they stand against."""
+
+
+def row_of(case: PlannedCase, folder: Path, options: argparse.Namespace) -> tuple[str, float]:
+    """Plan and run a case: the row of the table, and measured tokens per second."""
     prompts, length, new = options.workload
     file = folder / f"{case.stages}.yaml"
     file.write_text(CLUSTER.format(stages=case.stages, threads=CORES // case.stages))
@@ -71,7 +76,8 @@ def row_of(case: PlannedCase, folder: Path, options: argparse.Namespace) -> str:
     layers = "+".join(str(len(stage.layers)) for stage in plan.stages)
     spread = f"{measured:.0f} ({min(paces[1:]):.0f} to {max(paces[1:]):.0f})"
     what = f"{layers} layers at {'/'.join(map(str, used))} bit"
-    return table_row([case.words, what, f"{foretold:.0f}", spread, f"{foretold / measured:.2f}"])
+    cells = [case.words, what, f"{foretold:.0f}", spread, f"{foretold / measured:.2f}"]
+    return table_row(cells), measured
 
 
 def _paces(session: Any, options: argparse.Namespace) -> Iterator[float]:
@@ -100,9 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if any(CASES[name].model == RANDOM for name in options.cases):
             Case("llama", "equal").write_model(Path(folder) / "model")
+        measured = {}
         for name in options.cases:
-            print(row_of(CASES[name], Path(folder), options))
+            row, measured[name] = row_of(CASES[name], Path(folder), options)
+            print(row)
             sys.stdout.flush()
+    for two, one in CONTESTS:
+        if {two, one} <= measured.keys():
+            print(f"\n{CASES[two].words}, over one stage: {measured[two] / measured[one]:.2f}")
 
 
 if __name__ == "__main__":
