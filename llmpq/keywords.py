@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 from actors.recovery.policy import OnDeviceLoss
 from actors.transport import Transport
 from llmpq.rows.sampling import GenerationConfigUse
+from llmpq.rows.tools import ToolParser
 from planner.optimiser.names import Objective
 from planner.options import Quality
 from planner.scheduling import PolicyName
@@ -92,6 +93,7 @@ class PromptingKeywords(TypedDict, total=False):
     chat_template: str | Path | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_special_tokens: bool | None
+    tool_parser: ToolParser | None
 
 
 class RunKeywords(SamplingKeywords, PromptingKeywords, total=False):

@@ -30,12 +30,13 @@ from llmpq.rows.answers import (
     Head,
     Json,
     TextPiece,
+    ToolCall,
     answer_line,
     line_response,
     usage_content,
     written_line,
 )
-from llmpq.rows.results import FINGERPRINT, PREFIX, REASONING, RESULT_FIELDS, Result
+from llmpq.rows.results import CALLS, FINGERPRINT, PREFIX, REASONING, RESULT_FIELDS, Result
 from llmpq.rows.row import FINGERPRINT_HEX, digest
 from planner.option_rules import flag, option
 from quant.common.errors import InputError
@@ -110,10 +111,10 @@ def openai_line(result: Result, fingerprint: str, model_name: str, is_chat: bool
     name = fingerprint.replace("-", "") + digest({"id": result.custom_id}, _ID_HEX)
     response = error = None
     columns = dict(result.columns)
-    reasoning = columns.pop(REASONING, None)
+    told = {"reasoning": columns.pop(REASONING, None), "calls": _calls(columns.pop(CALLS, None))}
     if result.error is None:
         head = Head(name, int(time.time()), model_name)
-        response = line_response(HTTPStatus.OK, _body(result, head, is_chat, reasoning), name)
+        response = line_response(HTTPStatus.OK, _body(result, head, is_chat, told), name)
     else:
         code = BAD_LINE if result.prompt_tokens is None else FAILED
         error = {"code": code, "message": result.error}
@@ -125,11 +126,16 @@ def openai_line(result: Result, fingerprint: str, model_name: str, is_chat: bool
     return written_line(line).encode() + b"\n"
 
 
-def _body(result: Result, head: Head, is_chat: bool, reasoning: str | None) -> Json:
+def _calls(column: Sequence[Mapping[str, Any]] | None) -> tuple[ToolCall, ...]:
+    calls = enumerate(column or ())
+    return tuple(ToolCall(number, call["id"], **call["function"]) for number, call in calls)
+
+
+def _body(result: Result, head: Head, is_chat: bool, told: Mapping[str, Any]) -> Json:
     form = ChatForm(False) if is_chat else CompletionForm(False)
     new_tokens = len(result.token_ids)
     text, reason = result.text or "", result.finish_reason
-    piece = TextPiece(0, text, new_tokens, finish_reason=reason, reasoning=reasoning)
+    piece = TextPiece(0, text, new_tokens, finish_reason=reason, **told)
     choice = dict(form.whole(piece))
     if result.text is None:  # the model has no tokenizer
         choice["token_ids"] = list(result.token_ids)

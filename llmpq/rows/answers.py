@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.rows.results import REASONING
+from llmpq.rows.results import CALLS, REASONING
 from quant.common.text import INCOMPLETE
 
 Json = Mapping[str, object]
@@ -26,13 +26,28 @@ class TokenText:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """Call `index` of an answer; `arguments` are an object as JSON text."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def content(self) -> dict[str, object]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
 class TextPiece:
     """Next part of choice `index`: a text, perhaps empty in the last one, which says why it ends.
 
     `reasoning`: what stands before it and is no part of the answer, where that is told apart;
     `new_tokens`: tokens generated since the piece before, end tokens included. `tokens`: those that
     the text is of, where log-probabilities are wanted. `shared_tokens`: in a piece of each choice,
-    how many tokens of the prompt were not computed for it.
+    how many tokens of the prompt were not computed for it. `calls` stand behind the text.
     """
 
     index: int
@@ -42,6 +57,7 @@ class TextPiece:
     finish_reason: str | None = None
     reasoning: str | None = None
     shared_tokens: int = 0
+    calls: tuple[ToolCall, ...] = ()
 
 
 def joined(parts: Sequence[TextPiece]) -> TextPiece:
@@ -134,10 +150,12 @@ class ChatForm:
         self._has_logprobs = has_logprobs
 
     def whole(self, answer: TextPiece) -> Json:
-        message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
+        text = None if answer.calls and not answer.text else answer.text
+        message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
+        calls = {CALLS: [call.content for call in answer.calls]} if answer.calls else {}
         return {
             "index": answer.index,
-            "message": message | _reasoning(answer),
+            "message": message | _reasoning(answer) | calls,
             "logprobs": self._logprobs(answer.tokens),
             "finish_reason": answer.finish_reason,
         }
@@ -147,8 +165,11 @@ class ChatForm:
 
     def part(self, piece: TextPiece) -> Json:
         reasoning = _reasoning(piece) if piece.reasoning else {}
-        content = {"content": piece.text} if piece.text or not reasoning else {}
-        return self._delta(piece.index, reasoning | content, self._logprobs(piece.tokens))
+        calls = [{"index": call.index, **call.content} for call in piece.calls]
+        called = {CALLS: calls} if calls else {}
+        content = {"content": piece.text} if piece.text or not (reasoning or called) else {}
+        delta = reasoning | content | called
+        return self._delta(piece.index, delta, self._logprobs(piece.tokens))
 
     def closing(self, piece: TextPiece) -> Json:
         return self._delta(piece.index, {}, None, piece.finish_reason)

@@ -42,6 +42,9 @@ PROMPT_OPTIONS = (
 )
 """How text or messages become tokens."""
 
+CALL_OPTIONS = ("tool_choice", "parallel_tool_calls")
+"""Which calls of tools an answer may have."""
+
 OBJECTS = ("sampling", "sampling_params", "generation_config", "generation_kwargs", "extra_body",
            "parameters", "options")  # fmt: skip
 """Objects that hold fields: ours, and those of vLLM, transformers, OpenAI's client, TGI, Ollama."""
@@ -74,7 +77,7 @@ _WITHOUT_EFFECT = frozenset((
     "guided_decoding_backend", "id_slot", "keep_alive", "logits_all",
     "low_vram", "main_gpu", "metadata", "mirostat_eta", "mirostat_tau", "n_keep", "num_batch",
     "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "output_kind", "pad_token_id",
-    "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
+    "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
     "request_id", "safety_identifier", "service_tier", "spaces_between_special_tokens", "store",
     "stream", "stream_interval", "stream_options", "use_cache", "use_mlock", "use_mmap", "user",
     "vocab_only", "wait_for_model", "xtc_threshold",
@@ -167,6 +170,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("format", "grammar"), ("",)),
     "n_predict": (-1,),
     "num_predict": (-1, -2),
+    "parallel_tool_calls": (True,),
     "tools": ([],),
 }
 """Values of fields that are followed at which they ask for nothing."""
@@ -175,7 +179,7 @@ _EMPTY: tuple[Any, ...] = (False, "", [], {})
 """Values at which fields that have no others ask for nothing."""
 
 _FOLLOWED = frozenset(
-    (*SAMPLING_FIELDS, *SPELLINGS, *PROMPT_OPTIONS, DRAWN, TEMPLATE_SWITCH, "tool_choice")
+    (*SAMPLING_FIELDS, *SPELLINGS, *PROMPT_OPTIONS, *CALL_OPTIONS, DRAWN, TEMPLATE_SWITCH)
 )
 
 

@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from llmpq.rows.fields import (
+    CALL_OPTIONS,
     OBJECTS,
     PROMPT_OPTIONS,
     SPELLINGS,
@@ -14,14 +15,17 @@ from llmpq.rows.fields import (
     asks_nothing,
     unfollowed,
 )
-from llmpq.rows.results import RowError, json_value, plain_value
+from llmpq.rows.results import CALLS, RowError, json_value, plain_value
 from llmpq.rows.structured import FORM_FIELDS, form_of
+from llmpq.rows.tools import CHOICE, TOOLS, add_choice, check_tools, is_choice
 from quant.common.errors import FieldError
 from quant.common.files import parsed_json
 
-_OPTIONS = (*PROMPT_OPTIONS, TEMPLATE_SWITCH, "tool_choice")
-_LISTS = ("tools", "documents")
-_OF_TEXT = ("add_special_tokens", "tool_choice")  # the others are for messages
+OPTIONS = (*PROMPT_OPTIONS, *CALL_OPTIONS, TEMPLATE_SWITCH)
+"""Fields that say how text or messages become tokens, and which tools may be called."""
+
+_LISTS = (TOOLS, "documents")
+_OF_TEXT = ("add_special_tokens", *CALL_OPTIONS)  # the others are for messages
 
 
 class Given(NamedTuple):
@@ -80,15 +84,19 @@ def prompt_options(found: dict[str, Given], has_messages: bool) -> dict[str, Any
     Raises `FieldError` for values of other types, options that only chats have beside a prompt, and
     options that contradict.
     """
-    if found.keys().isdisjoint(_OPTIONS):
+    if found.keys().isdisjoint(OPTIONS):
         return {}
-    given = {name: _checked(name, found.pop(name)) for name in _OPTIONS if name in found}
+    given = {name: _checked(name, found.pop(name)) for name in OPTIONS if name in found}
     if not has_messages:
         return _options_of_text(given)
     _take_arguments_out(given)
-    if given.pop("tool_choice", _NOTHING).value == "none":
-        given.pop("tools", None)
+    if TOOLS in given:
+        check_tools(*given[TOOLS])
+    choice, parallel = (given.pop(name, Given(name, None)) for name in CALL_OPTIONS)
+    if choice.value == "none":
+        given.pop(TOOLS, None)
     options = {name: given.pop(name).value for name in PROMPT_OPTIONS if name in given}
+    add_choice(options, *choice, parallel.value)
     if given:
         options["chat_template_kwargs"] = {name: each.value for name, each in given.items()}
     continues = options.get("continue_final_message", False)
@@ -104,7 +112,8 @@ def prompt_options(found: dict[str, Given], has_messages: bool) -> dict[str, Any
 def _options_of_text(given: Mapping[str, Given]) -> dict[str, Any]:
     for name, each in given.items():
         asks = bool(each.value) or name == TEMPLATE_SWITCH
-        if asks and name not in _OF_TEXT:
+        must_call = name == CHOICE and each.value not in ("none", "auto")
+        if must_call or (asks and name not in _OF_TEXT):
             raise FieldError(each.name, "is for messages; leave it out beside a prompt")
     return {name: each.value for name, each in given.items() if name == _OF_TEXT[0]}
 
@@ -113,7 +122,7 @@ def _take_arguments_out(given: dict[str, Given]) -> None:
     arguments = given.pop("chat_template_kwargs", _NOTHING)
     for name, value in arguments.value.items():
         each = Given(f"{arguments.name}.{name}", value)
-        _put(given, name, _checked(name, each) if name in _OPTIONS else each)
+        _put(given, name, _checked(name, each) if name in OPTIONS else each)
 
 
 def _checked(name: str, given: Given) -> Given:
@@ -124,8 +133,8 @@ def _checked(name: str, given: Given) -> Given:
     elif name in _LISTS:
         fits = isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
         wanted = "a list of objects"
-    elif name == "tool_choice":
-        fits, wanted = value in ("none", "auto"), '"none" or "auto", as the model chooses itself'
+    elif name == CHOICE:
+        fits, wanted = is_choice(value), '"none", "auto", "required" or a function by its name'
     if not fits:
         raise FieldError(given.name, f"is {value!r:.80}; it must be {wanted}")
     try:
@@ -139,8 +148,8 @@ JOINER = "\n"
 the format itself names none.
 """
 
-_CALLS, _OLD_CALL = "tool_calls", "function_call"
-_EMPTY = (_CALLS, "annotations")
+_OLD_CALL = "function_call"
+_EMPTY = (CALLS, "annotations")
 """Fields whose empty lists say nothing: OpenAI's clients write them into every message."""
 
 
@@ -150,13 +159,13 @@ def plain_message(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     Raises `RowError` for a message without role, without content (unless an assistant calls
     tools), for content that is not text, and for calls that `template_message` cannot take.
     """
-    if _CALLS in message or _OLD_CALL in message:
+    if CALLS in message or _OLD_CALL in message:
         template_message(message, number)
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise RowError(f"message {number} has no role; give system, user or assistant")
     if content is None:
-        if role == "assistant" and (message.get(_CALLS) or message.get(_OLD_CALL)):
+        if role == "assistant" and (message.get(CALLS) or message.get(_OLD_CALL)):
             return message
         raise RowError(f"message {number} ({role!r:.40}) has no content; give it a text")
     if isinstance(content, str):
@@ -183,14 +192,14 @@ def template_message(message: Mapping[str, Any], number: int) -> Mapping[str, An
     }
     old = said.pop(_OLD_CALL, None)
     if old is not None:
-        said.setdefault(_CALLS, [{"type": "function", "function": old}])
-    if _CALLS not in said:
+        said.setdefault(CALLS, [{"type": "function", "function": old}])
+    if CALLS not in said:
         return said
-    calls = said[_CALLS]
+    calls = said[CALLS]
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise RowError(f"{_CALLS} of message {number} is no list of objects")
+        raise RowError(f"{CALLS} of message {number} is no list of objects")
     made = [_call(call, number) for call in calls]
-    return {"content": None, **said, _CALLS: made}
+    return {"content": None, **said, CALLS: made}
 
 
 def _call(call: Mapping[str, Any], number: int) -> Mapping[str, Any]:

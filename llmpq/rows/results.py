@@ -22,8 +22,8 @@ class Result:
 
     `text` is None where the model has no tokenizer. `columns`: what the row carried beside the
     fields that are read, under names that no field here has; before it, of a chat with a model that
-    reasons, the `reasoning_content` of its answer, which `text` is without. `prompt_tokens`: those
-    of its prompt, None of a row that could not run.
+    reasons, the `reasoning_content` of its answer, and of one with tools its `tool_calls`, which
+    `text` is without. `prompt_tokens`: those of its prompt, None of a row that could not run.
     """
 
     custom_id: str
@@ -61,6 +61,9 @@ RESULT_FIELDS = tuple(each.name for each in fields(Result) if each.name not in _
 REASONING = "reasoning_content"
 """Name of the column of what a model has reasoned before its answer, None where it has not."""
 
+CALLS = "tool_calls"
+"""Name of the column of the calls in an answer, in OpenAI's form, None where there is none."""
+
 FINGERPRINT = "fingerprint"
 """Name of the field that a row of an output has beside them."""
 
@@ -69,7 +72,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
-_TAKEN = frozenset((*RESULT_FIELDS, REASONING, FINGERPRINT))
+_TAKEN = frozenset((*RESULT_FIELDS, REASONING, CALLS, FINGERPRINT))
 """Names that a row of results has itself."""
 
 PREFIX = "input_"

@@ -18,6 +18,7 @@ from llmpq.rows.request_fields import (
 )
 from llmpq.rows.results import RowError, is_writable, own_columns, plain_value, whole_number
 from llmpq.rows.sampling import sampling_overrides
+from llmpq.rows.tools import forced_sampling
 from quant.common.errors import MESSAGE_CHARACTERS, LlmpqError
 from quant.common.text import printable
 
@@ -214,6 +215,7 @@ def _parse(fields: dict[str, Any], custom_id: str, columns: Mapping[str, Any]) -
     found = fields_by_name(fields)
     options, sampling = prompt_options(found, is_chat), sampling_overrides(found)
     if is_chat:
+        sampling = forced_sampling(sampling, options)
         return Row(custom_id, None, None, _messages(value), sampling, options, columns, adapter)
     if not isinstance(value, str):
         ids = _token_ids(value)

@@ -16,12 +16,13 @@ from pydantic import TypeAdapter
 
 from actors.messages import Finished, Request
 from llmpq.lengths.finished_rows import texts_of
-from llmpq.rows.results import REASONING, Result
+from llmpq.rows.results import CALLS, REASONING, Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.drift import LengthRecord
 from llmpq.run.meter import RunMeter
 from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, divided
 from llmpq.tokenizing.requests import RequestMaker, not_finite
+from llmpq.tokenizing.tool_calls import CallReading, calls_apart, calls_reason
 from quant.common.errors import InputError
 
 NOT_FINITE = (
@@ -57,15 +58,22 @@ class RowsInFlight:
 
     def taken_in(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
         """The `rows`, whose own columns are kept for their results; that of the reasoning, which is
-        to come, beside those of a chat with a model that reasons.
+        to come, beside those of a chat with a model that reasons, and that of calls, with how they
+        are read, beside those of one with tools.
         """
         for row in rows:
             columns = row.columns
-            if isinstance(row, Row) and row.messages is not None and self._maker.markers:
-                columns = {REASONING: None, **columns}
+            if isinstance(row, Row) and row.messages is not None:
+                columns = {**self._columns_to_come(row), **columns}
             if columns:
                 self.columns_held[row.custom_id] = columns
             yield row
+
+    def _columns_to_come(self, row: Row) -> dict[str, Any]:
+        tokenizer = self._maker.tokenizer
+        reading = None if tokenizer is None else tokenizer.call_reading(row.prompt_options)
+        reasoning = {REASONING: None} if self._maker.markers else {}
+        return reasoning if reading is None else {**reasoning, CALLS: reading}
 
     def requests(self, items: Iterator[Request | BadRow]) -> Iterator[Request | None]:
         """The requests among `items`; None where `bad_results` should be given out first."""
@@ -135,27 +143,34 @@ class RowsInFlight:
             self.record.end(request, len(each.token_ids))
             self.ended += 1
             text, columns = self._divided(answer.text, request)
+            reason = calls_reason(each.finish_reason, bool(columns.get(CALLS)))
             yield Result(
                 each.custom_id,
                 text,
                 each.token_ids,
-                each.finish_reason,
+                reason,
                 columns=columns,
                 prompt_tokens=prompt_tokens,
             )
 
     def _divided(self, text: str | None, request: Request) -> tuple[str | None, Mapping[str, Any]]:
-        """The text of an answer without its reasoning, and the columns of its row with that."""
+        """The text of an answer without reasoning and calls, and its row's columns with these."""
         columns, markers = self.columns_held.pop(request.custom_id, {}), self._maker.markers
         has_form = bool(request.sampling.structured_outputs)  # which leaves no room for reasoning
-        if REASONING not in columns or text is None or markers is None or has_form:
-            return text, columns
-        end = texts_of(self._maker.tokenizer, [request.prompt_ids[-PROMPT_END_TOKENS:]])[0]
-        reasoning, text = divided(text, markers, end)
-        return text, {**columns, REASONING: reasoning}
+        if REASONING in columns and text is not None and markers is not None and not has_form:
+            end = texts_of(self._maker.tokenizer, [request.prompt_ids[-PROMPT_END_TOKENS:]])[0]
+            reasoning, text = divided(text, markers, end)
+            columns = {**columns, REASONING: reasoning}
+        if CALLS in columns and text is not None:
+            reading = CallReading(*columns[CALLS])
+            text, calls = calls_apart(text, reading, request.custom_id)
+            columns = {**columns, CALLS: [call.content for call in calls] or None}
+        return text, columns
 
     def _failed(self, custom_id: str, error: str, token_ids: tuple[int, ...] = ()) -> Result:
         columns = self.columns_held.pop(custom_id, {})
+        if CALLS in columns:
+            columns = {**columns, CALLS: None}
         result = Result(custom_id, None, token_ids, None, error, columns)
         self.ended += 1
         self.errors += 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from llmpq.rows.tools import TOOL_PARSERS, ToolParser
 from llmpq.tokenizing.tokenizer_child import BrokenTemplateError, compile_template
 from planner.option_rules import Rule, option
 from quant.common.errors import SpecError
@@ -24,12 +25,14 @@ class Prompting:
     """Options of rows that do not say: what templates are given (a row's own arguments win, name by
     name), and whether the tokenizer adds its special tokens; None: to texts alone.
 
-    `chat_template` is the text of a template in place of the model's own.
+    `chat_template` is the text of a template in place of the model's own, `tool_parser` the form in
+    which the model writes calls of tools, where it is not to be told from that.
     """
 
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool | None = None
+    tool_parser: ToolParser | None = None
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -84,6 +87,9 @@ class PromptingOptions:
         "whether the tokenizer adds its own, such as BOS (default: to texts, not to messages)",
         parse=_truth,
     )
+    tool_parser: ToolParser | None = option(
+        TOOL_PARSERS, "how the model writes calls of tools (default: as its template shows)"
+    )
 
     @property
     def given_prompting(self) -> dict[str, Any]:
@@ -104,7 +110,10 @@ class PromptingOptions:
             raise SpecError(f"add_special_tokens is {adds!r:.80}; give true or false")
         file = self.chat_template
         template = None if file is None else _template(Path(file).expanduser())
-        return Prompting(template, dict(kwargs), adds)
+        if self.tool_parser not in (None, *TOOL_PARSERS):
+            known = ", ".join(TOOL_PARSERS)
+            raise SpecError(f"tool_parser is {self.tool_parser!r:.80}; it must be one of {known}")
+        return Prompting(template, dict(kwargs), adds, self.tool_parser)
 
 
 PROMPTING_OPTIONS = tuple(field.name for field in fields(PromptingOptions))

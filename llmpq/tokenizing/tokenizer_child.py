@@ -1,14 +1,14 @@
 """The process that runs a model's tokenizer and chat template, on one row at a time.
 
-It is started by the path of this file and imports nothing of this project but one rule of `quant`
-and, where rows have forms, how stages compile these, so that it is ready as soon as transformers
-is; torch, which tokenizers do without, is kept out. Its
-settings come as JSON in its only argument, tasks as one JSON object a line, and each is answered by
-one line before the next is looked at: `{"text": …}` and `{"chat": [messages]}`, with the row's own
-`options`, by `ids`, or by the `tokens` or `characters` that are too many; `{"ids": […], "before":
-[…]}` by the `text` that ids add to that of those before, `{"lists": [[before, ids], …]}` by
-`texts`, `{"form": …}` by an empty `text` where answers can have that form; any by the `error` of
-what (`of`) failed. The first line that it writes says what was loaded, or why nothing was.
+It is started by the path of this file and imports nothing of this project but one rule of `quant`,
+`markers.py` and, where rows have forms, how stages compile these, so that it is ready as soon as
+transformers is; torch, which tokenizers do without, is kept out. Its settings come as JSON in its
+only argument, tasks as one JSON object a line, and each is answered by one line before the next is
+looked at: `{"text": …}` and `{"chat": [messages]}`, with the row's own `options`, by `ids`, or by
+the `tokens` or `characters` that are too many; `{"ids": […], "before": […]}` by the `text` that ids
+add to that of those before, `{"lists": [[before, ids], …]}` by `texts`, `{"form": …}` by an empty
+`text` where answers can have that form; any by the `error` of what (`of`) failed. The first line
+that it writes says what was loaded, or why nothing was.
 
 The kernel bounds it: address space (RLIMIT_AS), and an alarm that nobody handles for seconds, which
 holds for native code too and where nobody is left to watch.
@@ -39,18 +39,6 @@ _WARNINGS = 5
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
           "config.json", "vocab.json", "chat_template.json")  # fmt: skip
-
-
-_MARKERS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<thought>", "</thought>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-)
-"""Between which models reason before they answer: DeepSeek, Qwen and many others; Magistral;
-Seed-OSS; EXAONE; Command A."""
-
 _OF_TEMPLATE = ("tools", "documents", "add_generation_prompt", "continue_final_message")
 """Options of a row that templates are given beside its `chat_template_kwargs`."""
 
@@ -60,13 +48,16 @@ class RowTokenizer:
 
     `options` are those of rows that do not say: of a row, and the text of another `chat_template`.
     `markers`: what the model's reasoning stands between, None where it has no such tokens.
+    `tool_parser`: how it writes calls, None where that is not known.
     """
 
     def __init__(self, folder: Path, most_tokens: int | None, options: Mapping[str, Any]) -> None:
+        from llmpq.tokenizing.markers import decoder_of, reasoning_markers, tool_parser
+
         self._options = options
         self.tokenizer = _load(folder, self._options.get("chat_template"))
         self.most_tokens = most_tokens
-        self.markers = _markers(self.tokenizer)
+        self.markers = reasoning_markers(self.tokenizer)
         known = inspect.signature(self.tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", *known} - set(_OF_TEMPLATE)
         self.most_characters: int | None = None
@@ -77,7 +68,8 @@ class RowTokenizer:
         plain = self._probe(add_special_tokens=False)
         places = (n for n in range(len(self._probed)) if self._probed[n:][: len(plain)] == plain)
         self._begin = self._probed[: next(places, 0)]  # what the tokenizer puts before a text
-        self._decoder = _decoder(self.tokenizer, self.markers)
+        self.tool_parser = self._options.get("tool_parser") or tool_parser(self.tokenizer)
+        self._decoder = decoder_of(self.tokenizer, self.markers, self.tool_parser)
         self._vocabulary: Any = None
 
     def answer(self, line: str) -> dict[str, Any]:
@@ -203,42 +195,6 @@ def _load(folder: Path, chat_template: str | None) -> Any:
     return tokenizer
 
 
-def _markers(tokenizer: Any) -> tuple[str, str] | None:
-    """The markers of reasoning that the chat template has, or else the vocabulary."""
-    template, added = str(tokenizer.chat_template), tokenizer.get_added_vocab()
-    for known in (template, added):
-        for pair in _MARKERS:
-            if all(marker in known for marker in pair):
-                return pair
-    return None
-
-
-class _MarkedTexts:
-    """Decodes with markers of reasoning that are special tokens, of which others are left out."""
-
-    def __init__(self, tokenizer: Any, left_out: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._left_out = left_out
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
-        if skip_special_tokens:
-            token_ids = [each for each in token_ids if each not in self._left_out]
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-
-def _decoder(tokenizer: Any, markers: tuple[str, str] | None) -> Any:
-    """What makes texts of tokens: the tokenizer, unless it would lose markers of reasoning."""
-    special = {
-        str(token): number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special
-    }
-    if markers is None or not any(each in special for each in markers):
-        return tokenizer
-    left_out = (number for text, number in special.items() if text not in markers)
-    return _MarkedTexts(tokenizer, frozenset(left_out))
-
-
 _NEW_TAG = re.compile("unknown tag '(?!end|el)")
 """An unknown tag may be one of a later transformers, unless it ends or continues something."""
 
@@ -351,6 +307,7 @@ def _first_line(
     return row_tokenizer, {
         "most_characters": row_tokenizer.most_characters,
         "markers": row_tokenizer.markers,
+        "tool_parser": row_tokenizer.tool_parser,
         "warnings": noted.texts,
     }
 

@@ -20,6 +20,7 @@ from llmpq.tokenizing import tokenizer_child
 from llmpq.tokenizing.child_process import ChildEndedError, JsonChild
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.reasoning import Markers
+from llmpq.tokenizing.tool_calls import CallReading, call_reading
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.text import printable
 
@@ -95,6 +96,7 @@ class TokenizerProcess:
         self.limits = limits
         self._options = (prompting or Prompting()).settings
         self._markers: Markers | None = None
+        self._tool_parser: str | None = None
         self._has_said_begin = False
         self.on_failure: Callable[[str, float], None] = lambda cause, lost_s: None
         self.most_characters: int | None = None
@@ -121,6 +123,11 @@ class TokenizerProcess:
         """What the model's reasoning stands between, if it has such tokens; waits as `wait`."""
         self.wait()
         return self._markers
+
+    def call_reading(self, options: Mapping[str, Any]) -> CallReading | None:
+        """How calls are read in the answer to a chat with these `Row.prompt_options`."""
+        self.wait()
+        return call_reading(options, self._tool_parser, self._options)
 
     @property
     def pid(self) -> int:
@@ -230,6 +237,7 @@ class TokenizerProcess:
         self.most_characters = content["most_characters"]
         markers = content.get("markers")
         self._markers = None if markers is None else Markers(*markers)
+        self._tool_parser = content.get("tool_parser")
         for text in content["warnings"]:
             warnings.warn(f"the tokenizer in {self._folder}: {printable(text)}", stacklevel=4)
 

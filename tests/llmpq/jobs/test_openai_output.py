@@ -133,6 +133,16 @@ def test_reasoning_stands_in_the_message() -> None:
     assert "reasoning_content" not in line
 
 
+def test_calls_stand_in_the_message() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    result = Result("a", "", (1, 2), "tool_calls", columns={"tool_calls": [call]}, prompt_tokens=3)
+    line = json.loads(openai_line(result, PRINT, "m", is_chat=True))
+    (choice,) = ChatCompletion.model_validate(line["response"]["body"], strict=True).choices
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert choice.message.model_dump()["tool_calls"] == [call]
+    assert "tool_calls" not in line
+
+
 @pytest.mark.parametrize("target", ["out.jsonl", "out.jsonl.gz", "folder/"])
 def test_every_row_comes_once_through_stops(target: str, tmp_path: Path) -> None:
     given = [batch_line(f"q{n}", f"prompt {n}") for n in range(9)]

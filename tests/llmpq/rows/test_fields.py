@@ -270,8 +270,8 @@ def test_how_messages_become_tokens(fields: dict[str, Any], options: dict[str, A
         ({"enable_thinking": "no"}, "it must be true or false"),
         ({"add_special_tokens": 1}, "add_special_tokens is 1; it must be true or false"),
         ({"tools": {"name": "f"}}, "it must be a list of objects"),
-        ({"tools": TOOLS, "tool_choice": "required"}, 'it must be "none" or "auto"'),
-        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, 'it must be "none" or "auto"'),
+        ({"tools": TOOLS, "tool_choice": "any"}, 'it must be "none", "auto", "required" or a func'),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "it must be"),
         ({"functions": TOOLS}, "give tools"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
@@ -289,6 +289,7 @@ def test_a_text_has_no_template() -> None:
         {"chat_template_kwargs": OFF},
         OFF,
         {"add_generation_prompt": True},
+        {"tool_choice": "required"},
     ):
         assert "is for messages" in error_of(prompt="p", **fields)
     row = row_of(

@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from actors.messages import Finished, Request, Sampling
-from llmpq.rows.results import REASONING, Result
+from llmpq.rows.results import CALLS, REASONING, Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.meter import RunMeter
 from llmpq.run.rows_in_flight import RowsInFlight
@@ -85,4 +85,54 @@ def test_reasoning_of_chats_comes_beside_their_texts(tmp_path: Path) -> None:
     assert found["text"].text == "<think>a</think>4"
     assert found["text"].columns == {}
     assert rows.columns_held == {}
+    rows.long.close()
+
+
+def test_calls_of_tools_come_beside_texts_and_reasoning(tmp_path: Path) -> None:
+    """Only of rows that offer tools; through the file of long rows too, and null where none is."""
+    template = "{{ messages[0].content }}{# tools <tool_call> <think></think> #}"
+    folder = write_byte_tokenizer(tmp_path / "m", (), template=template)
+    look = {"type": "function", "function": {"name": "look"}}
+    offered = {"tools": [look]}
+    made = '<tool_call>{"name": "look", "arguments": {"town": "Ulm"}}</tool_call>'
+    given = {
+        "asked": (offered, f"<think>a</think>See {made}", "stop"),
+        "long": (offered, made * 2, "length"),
+        "none": (offered, "4", "stop"),
+        "failed": (offered, "", "error"),
+        "plain": ({}, made, "stop"),
+        "forced": ({**offered, "tool_choice": look}, '{"town": "Bonn"}', "stop"),
+    }
+    with closing(load_tokenizer(folder, RowLimits())) as tokenizer:  # type: ignore[type-var]
+        maker = RequestMaker(SHORT, 300, Sampling(), tokenizer, LONG)
+        rows = RowsInFlight(maker, RunMeter(None, None))
+        chats = [
+            Row(
+                name,
+                messages=({"role": "user", "content": "hi" + " " * 40 * (name == "long")},),
+                prompt_options=options,
+                sampling={"structured_outputs": '{"json":{}}'} if "tool_choice" in options else {},
+            )
+            for name, (options, _, _) in given.items()
+        ]
+        requests = [each for each in rows.requests(maker.requests(rows.taken_in(chats))) if each]
+        found = {}
+        for request in (*requests, *rows.long_requests()):
+            assert request is not None
+            _, text, reason = given[request.custom_id]
+            ids = tokenizer.ask({"text": text}).ids or ()  # type: ignore[union-attr]
+            (result,) = rows.results([Finished(request.custom_id, ids, reason)])  # type: ignore[arg-type]
+            calls = [each["function"] for each in result.columns.get(CALLS) or ()]
+            assert (CALLS in result.columns) == (request.custom_id != "plain")
+            found[result.custom_id] = (result.text, result.finish_reason, calls)
+            assert result.columns[REASONING] == ("a" if request.custom_id == "asked" else None)
+    ulm = {"name": "look", "arguments": '{"town": "Ulm"}'}
+    assert found == {
+        "asked": ("See", "tool_calls", [ulm]),
+        "long": ("", "length", [ulm, ulm]),
+        "none": ("4", "stop", []),
+        "failed": (None, None, []),
+        "plain": (made, "stop", []),
+        "forced": ("", "tool_calls", [{"name": "look", "arguments": '{"town": "Bonn"}'}]),
+    }
     rows.long.close()
