@@ -147,7 +147,9 @@ class RunCommand(StoredPlan):
         more={"action": "extend"},
     )
     output: str = option(
-        "PATH", "results: .jsonl, .csv (also .gz, .zst), .parquet or a folder/", REQUIRED
+        "PATH",
+        "results: .jsonl, .csv (also .gz, .zst), .parquet or a folder/, also by URL",
+        REQUIRED,
     )
     show_plan: bool = flag("print the plan first")
     extend: bool = flag("also take rows that the job did not have")

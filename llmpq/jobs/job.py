@@ -22,7 +22,7 @@ from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
-from quant.common.url_files import AnyFile
+from quant.common.url_files import AnyFile, is_url
 
 
 class ResultStream:
@@ -106,6 +106,8 @@ Output = JobOutput | ResultStream
 
 def open_output(name: str, options: OutputOptions, inputs: Sequence[AnyFile]) -> Output:
     """A stream for pipes and devices, else the files of a job."""
+    if is_url(name):
+        return JobOutput(name, options, inputs)
     path = Path(name)
     try:
         exists = path.exists() and not path.is_dir()

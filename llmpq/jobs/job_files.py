@@ -17,6 +17,7 @@ from typing import Any
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
 from quant.common.url_files import AnyFile, UrlFile, identity_of
+from quant.common.url_mirror import UrlMirror
 
 _DIGEST_BYTES = 16
 
@@ -51,6 +52,23 @@ class Disk:
             self.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+class MirroredDisk(Disk):
+    """A disk of which a folder has a copy behind a URL, file by file as each gets its name."""
+
+    def __init__(self, mirror: UrlMirror) -> None:
+        self._mirror = mirror
+
+    def rename(self, aside: Path, path: Path) -> None:  # type: ignore[override]
+        os.replace(aside, path)
+        if self._mirror.is_kept(path.name):
+            self._mirror.put(path)
+
+    def unlink(self, path: Path) -> None:
+        super().unlink(path)
+        if self._mirror.is_kept(path.name):
+            self._mirror.remove(path.name)
 
 
 class Sink(io.RawIOBase):
@@ -180,6 +198,10 @@ class Shard:
     def lines(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
             yield from file
+
+
+def is_shard(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
 
 
 def shards_in(folder: Path) -> list[Shard]:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from llmpq.jobs.file_format import output_format
@@ -20,8 +21,10 @@ from llmpq.jobs.job_files import (
     Disk,
     FileRecord,
     FolderRecord,
+    MirroredDisk,
     OutputLock,
     Shard,
+    is_shard,
     settled_identities,
     shards_in,
 )
@@ -29,12 +32,21 @@ from llmpq.jobs.parquet import MOST_COLUMNS
 from llmpq.jobs.result_files import ResultFiles, ShardWriter
 from llmpq.jobs.result_lines import OutputForm, OutputOptions, check_writable
 from llmpq.jobs.row_database import InputChanges, RowDatabase
-from llmpq.jobs.store import LOCK, CompletionRecord, InputRecord, JobIdentity, JobStore, Manifest
+from llmpq.jobs.store import (
+    LOCK,
+    MANIFEST,
+    CompletionRecord,
+    InputRecord,
+    JobIdentity,
+    JobStore,
+    Manifest,
+)
 from llmpq.rows.results import Result
 from llmpq.version import llmpq_version
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
-from quant.common.url_files import AnyFile
+from quant.common.url_files import AnyFile, is_url
+from quant.common.url_mirror import UrlMirror
 
 _MAY_COMMIT = (Exception, KeyboardInterrupt, SystemExit)
 
@@ -43,6 +55,11 @@ ReadInputAgain = Callable[[], InputRecord | None]
 
 NamesAt = Callable[[Sequence[int]], Mapping[int, str]]
 """Finds the ids of the rows at some places of the input."""
+
+
+def is_mirrored(name: str) -> bool:
+    """Whether a file in the folder of a job has a copy behind the URL of a folder."""
+    return name == MANIFEST or is_shard(name)
 
 
 class JobOutput:
@@ -60,14 +77,18 @@ class JobOutput:
         inputs: Sequence[AnyFile] = (),
         disk: Disk | None = None,
     ) -> None:
-        path = self._named = Path(named)
+        self._mirror = UrlMirror(str(named), is_mirrored) if is_url(str(named)) else None
+        path = self._named = Path(named) if self._mirror is None else self._mirror.local
         path = path.resolve() if path.is_symlink() else path
         self.path = path
+        self._shown = path if self._mirror is None else str(named)
         self._resumed = 0
         self.options = options or OutputOptions()
         self._inputs = inputs
         self._in_folder = str(named).endswith(os.sep) or path.is_dir()
         self.folder = path if self._in_folder else path.with_name(path.name + ".job")
+        if self._mirror is not None and self._in_folder:
+            disk = MirroredDisk(self._mirror)
         self._store = JobStore(self.folder, disk or Disk())
         self._writer: ShardWriter | None = None
         self._manifest: Manifest | None = None
@@ -83,11 +104,23 @@ class JobOutput:
         except OSError as error:
             raise self._unwritable(error) from error
         try:
+            if self._mirror is not None:
+                self._try_there(partial(self._mirror.pull, self.options.overwrite))
             self._read_manifest()
         except BaseException:
             self._release()
             raise
         return self
+
+    def _try_there(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _push(self) -> None:
+        if self._mirror is not None:
+            self._mirror.push()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Commit what there is, unless that has failed already, and unlock."""
@@ -110,7 +143,9 @@ class JobOutput:
             )
         local = (source for source in self._inputs if isinstance(source, Path))
         if self.path.exists() and any(map(self.path.samefile, local)):
-            raise InputError(f"output {self.path} is the input too; name another file")
+            raise InputError(f"output {self._shown} is the input too; name another file")
+        if any(str(source) == self._shown for source in self._inputs):
+            raise InputError(f"output {self._shown} is the input too; name another file")
         if not self._in_folder or not self.path.is_dir() or self.options.overwrite:
             return
         foreign = self._store.foreign()
@@ -129,7 +164,7 @@ class JobOutput:
         except OSError as error:
             raise self._unwritable(error) from error
         if self.options.resume and not exists:
-            raise InputError(f"there is nothing to resume at output {self.path}")
+            raise InputError(f"there is nothing to resume at output {self._shown}")
         self.output_format = self._settled_format(found)
         newest = max((shard.generation for shard in shards), default=1)
         self._generation = newest if found is None else found.generation
@@ -173,6 +208,7 @@ class JobOutput:
             return None
         with suppress(OSError):  # reading the rows will say what is wrong
             if source.matches(record.input) and self._is_unchanged(record.output):
+                self._push()
                 return record.input
         return None
 
@@ -197,12 +233,14 @@ class JobOutput:
         manifest = replace(manifest, output_format=self.output_format)
         number = max((shard.number for shard in self._shards()), default=-1) + 1
         self._writer = ShardWriter(self._store, manifest, database, number, self.options)
+        if self._mirror is not None:
+            self._try_there(self._mirror.check_writable)
         try:
             if self._finished:
                 (self._before,) = settled_identities([self.path])
             self._results().note(manifest, retry_errors, self._store.disk)
         except OSError as error:
-            raise InputError(f"cannot read output {self.path}: {error.strerror}") from error
+            raise InputError(f"cannot read output {self._shown}: {error.strerror}") from error
         self._resumed, _ = database.done_counts()
         self._writer.start()
 
@@ -293,6 +331,7 @@ class JobOutput:
         if writer.begun or manifest != self._manifest:
             store.write_manifest(manifest)
         store.clean_up(self._generation if self._in_folder else None)
+        self._push()
 
     def _record(self, written: str | None) -> FileRecord | FolderRecord | None:
         """The output's record, or None if it was changed since it was read or `written`."""
@@ -342,7 +381,7 @@ class JobOutput:
                 f"; {self.committed} rows of this run are committed in {self.folder}, and "
                 f"{self._same_command()} goes on from there"
             )
-        return InputError(f"cannot write output {self.path}: {error.strerror}{kept}")
+        return InputError(f"cannot write output {self._shown}: {error.strerror}{kept}")
 
     def _release(self) -> None:
         self._lock.release()

@@ -1,4 +1,4 @@
-"""Whole files, JSON files within limits, files that changed, and the folder of caches."""
+"""Whole files, JSON files within limits, files that changed, folders of caches and of state."""
 
 from __future__ import annotations
 
@@ -144,5 +144,14 @@ class FileIdentity:
 
 
 def user_cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "llmpq"
+    return _user_folder("XDG_CACHE_HOME", "~/.cache")
+
+
+def user_state_folder() -> Path:
+    """The folder of what a cache may not lose."""
+    return _user_folder("XDG_STATE_HOME", "~/.local/state")
+
+
+def _user_folder(variable: str, usual: str) -> Path:
+    base = Path(os.environ.get(variable, ""))
+    return (base if base.is_absolute() else Path(usual).expanduser()) / "llmpq"

@@ -14,6 +14,8 @@ from llmpq.jobs.job_files import shards_in
 from llmpq.jobs.sessions import Journal
 from llmpq.jobs.store import JOURNAL, LOCK, MANIFEST, Manifest
 from quant.common.errors import InputError
+from quant.common.url_files import is_url
+from quant.common.url_mirror import local_place
 
 MOST_FOLDERS = 20_000
 """Folders that are looked into at most, so that a whole disk ends in seconds."""
@@ -40,7 +42,7 @@ class JobPlace:
 
 def find_job(named: str | Path) -> JobPlace:
     """The job whose output is `named`; raises `InputError` where there is none."""
-    path = Path(named)
+    path = local_place(str(named)) if is_url(str(named)) else Path(named)
     try:
         path = path.resolve() if path.is_symlink() else path
         if path.is_dir():
