@@ -20,8 +20,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from actors.messages import MOST_TOP_LOGPROBS
 from actors.sampling_options import FORM
 from llmpq.rows.answers import ChatForm, CompletionForm, Form
-from llmpq.rows.fields import DRAWN, PROMPT_OPTIONS, SAMPLING_FIELDS, TEMPLATE_SWITCH
-from llmpq.rows.request_fields import Given, fields_by_name, prompt_options
+from llmpq.rows.fields import DRAWN, SAMPLING_FIELDS
+from llmpq.rows.request_fields import OPTIONS, Given, fields_by_name, prompt_options
 from llmpq.rows.results import whole_number
 from llmpq.serve.access import ApiError, bad_request
 from quant.common.errors import FieldError
@@ -148,7 +148,7 @@ class Body(BaseModel):
     @property
     def prompt_options(self) -> dict[str, Any]:
         """How the prompt becomes tokens; raises `FieldError` for options that contradict."""
-        given = self._given(*PROMPT_OPTIONS, TEMPLATE_SWITCH, "tool_choice")
+        given = self._given(*OPTIONS)
         found = {name: Given(name, value) for name, value in given.items()}
         return prompt_options(found, has_messages=isinstance(self, ChatBody))
 
@@ -182,6 +182,7 @@ class ChatBody(Body):
     enable_thinking: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
 
     @property

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from actors.messages import Request, TokenLogprobs
 from actors.sampling_options import Sampling
 from llmpq.rows.row import Row
 from llmpq.tokenizing.reasoning import Markers
+from llmpq.tokenizing.tool_calls import CallReading
 
 EngineStatus = Literal["loading", "ready", "draining", "failed"]
 FinishReason = Literal["stop", "length"]
@@ -99,6 +100,9 @@ class Engine(Protocol):
     @property
     def markers(self) -> Markers | None:
         """What the model's reasoning stands between, if it has such tokens."""
+
+    def call_reading(self, options: Mapping[str, Any]) -> CallReading | None:
+        """How calls of tools are read in the answer to a chat with such `Row.prompt_options`."""
 
     @property
     def status(self) -> EngineStatus:

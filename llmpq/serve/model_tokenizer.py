@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from llmpq.rows.row import Row
 from llmpq.serve.access import log_fault
@@ -13,6 +14,7 @@ from llmpq.serve.engine import FormError, GenerationError, PromptError, PromptTo
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import load_tokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized
+from llmpq.tokenizing.tool_calls import CallReading, call_reading
 from quant.common.errors import SpecError
 from quant.common.text import INCOMPLETE, MOST_BEFORE
 
@@ -37,6 +39,8 @@ class ModelTokenizer:
     def __init__(self, folder: Path, limits: RowLimits, prompting: Prompting | None = None) -> None:
         self._encoder = _Asked(folder, limits, prompting)
         self.markers = self._encoder.process.markers
+        self._tool_parser = self._encoder.process.tool_parser
+        self._of_job = (prompting or Prompting()).settings
         self._decoder = _Asked(folder, RowLimits(), prompting)
         self._questions: list[tuple[_TokensAfter, asyncio.Future[str]]] = []
         self._asking: asyncio.Task[None] | None = None
@@ -56,6 +60,9 @@ class ModelTokenizer:
         if answer.tokens is not None:
             raise PromptTooLongError(f"{answer.tokens} tokens")
         return answer.ids or ()
+
+    def call_reading(self, options: Mapping[str, Any]) -> CallReading | None:
+        return call_reading(options, self._tool_parser, self._of_job)
 
     async def check_form(self, form: str) -> None:
         why = await self._encoder.form_error(form)

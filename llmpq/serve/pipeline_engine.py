@@ -81,6 +81,7 @@ class PipelineEngine:
         self.markers = self.tokenizer.markers
         self.encode, self.decode = self.tokenizer.encode, self.tokenizer.decode
         self.check_form = self.tokenizer.check_form
+        self.call_reading = self.tokenizer.call_reading
         try:
             check()
             self.lengths = self._expected_lengths() if model.predicts else None

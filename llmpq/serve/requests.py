@@ -5,21 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 from actors.messages import Request
 from actors.sampling_options import Sampling
 from llmpq.rows.answers import TextPiece
 from llmpq.rows.row import BadRow, Row, row_from_mapping
 from llmpq.rows.sampling import merge_sampling
+from llmpq.rows.tools import CHOICE, TOOLS, forced_sampling
 from llmpq.serve.access import ApiError, bad_request
 from llmpq.serve.bodies import ChatBody, CompletionBody
 from llmpq.serve.engine import Engine, EngineLimits, FormError, PromptError, PromptTooLongError
 from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, Markers, ReasoningStream, divided
 from llmpq.tokenizing.requests import beyond_vocabulary
+from llmpq.tokenizing.tool_calls import CallReading, CallStream, calls_apart, calls_reason
 from quant.common.errors import FieldError
 
 TOO_LONG = "context_length_exceeded"
+
+
+class AnswerStreams(NamedTuple):
+    """What divides an answer that comes in pieces: where it may reason, and where it may call."""
+
+    reasoning: ReasoningStream | None
+    calls: CallStream | None
 
 
 @dataclass(frozen=True)
@@ -28,32 +37,54 @@ class Asked:
 
     `prompt_tokens` counts each prompt once, however many answers it gets. `prompt_end` is the last
     text of a chat's prompt for a model that reasons between `markers`, None of any other and of an
-    answer whose form leaves no room for reasoning.
+    answer whose form leaves no room for reasoning. `calls`: how calls of tools are read, if any.
     """
 
     generations: tuple[Request, ...]
     prompt_tokens: int
     markers: Markers | None = None
     prompt_end: str = ""
+    calls: CallReading | None = None
 
     def whole(self, answer: TextPiece) -> TextPiece:
-        """A whole `answer` with its reasoning apart, where there may be any."""
-        if self.markers is None:
+        """A whole `answer` with its reasoning and calls apart, where there may be any."""
+        if self.markers is not None:
+            reasoning, content = divided(answer.text, self.markers, self.prompt_end)
+            answer = replace(answer, text=content, reasoning=reasoning)
+        if self.calls is None:
             return answer
-        reasoning, content = divided(answer.text, self.markers, self.prompt_end)
-        return replace(answer, text=content, reasoning=reasoning)
+        content, calls = calls_apart(answer.text, self.calls, self._id(answer.index))
+        reason = calls_reason(answer.finish_reason, bool(calls))
+        return replace(answer, text=content, calls=calls, finish_reason=reason)
 
-    def divide(self, piece: TextPiece, streams: dict[int, ReasoningStream]) -> TextPiece:
-        """The next `piece` of an answer with its reasoning apart; `streams` are kept by index."""
-        if self.markers is None:
-            return piece
-        stream = streams.get(piece.index)
-        if stream is None:
-            stream = streams[piece.index] = ReasoningStream(self.markers, self.prompt_end)
-        reasoning, content = stream.add(piece.text)
-        if piece.finish_reason is not None:
-            reasoning, content = map(add, (reasoning, content), stream.finish())
-        return replace(piece, text=content, reasoning=reasoning)
+    def _id(self, index: int) -> str:
+        return self.generations[index].custom_id
+
+    def divide(self, piece: TextPiece, streams: dict[int, AnswerStreams]) -> TextPiece:
+        """The next `piece` of an answer, divided as a whole one; `streams` are kept by index."""
+        if piece.index not in streams:
+            markers, calls = self.markers, self.calls
+            streams[piece.index] = AnswerStreams(
+                None if markers is None else ReasoningStream(markers, self.prompt_end),
+                None if calls is None else CallStream(calls, self._id(piece.index)),
+            )
+        reasoning, calling = streams[piece.index]
+        is_last = piece.finish_reason is not None
+        if reasoning is not None:
+            thought, content = reasoning.add(piece.text)
+            if is_last:
+                thought, content = map(add, (thought, content), reasoning.finish())
+            piece = replace(piece, text=content, reasoning=thought)
+        return piece if calling is None else _with_calls(piece, calling)
+
+
+def _with_calls(piece: TextPiece, stream: CallStream) -> TextPiece:
+    content, calls = stream.add(piece.text)
+    if piece.finish_reason is not None:
+        rest, more = stream.finish()
+        content, calls = content + rest, calls + more
+    reason = calls_reason(piece.finish_reason, stream.calls > 0)
+    return replace(piece, text=content, calls=calls, finish_reason=reason)
 
 
 def generations_of(body: CompletionBody | ChatBody) -> int:
@@ -62,9 +93,11 @@ def generations_of(body: CompletionBody | ChatBody) -> int:
 
 async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> Asked:
     """The generations that `body` asks for, with ids of `name`; 400 names the field at fault."""
-    sampling = _sampling(body.sampling, engine)
+    options = body.prompt_options
+    sampling = _sampling(body.sampling, options, engine)
     if sampling.structured_outputs:
-        await _check_form(body, sampling.structured_outputs, engine)
+        field = TOOLS if CHOICE in options else body.form_field
+        await _check_form(field, sampling.structured_outputs, engine)
     where = "prompt" if isinstance(body, CompletionBody) else "messages"
     generations: list[Request] = []
     prompt_tokens = 0
@@ -96,12 +129,13 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
     markers, end = engine.markers if is_free else None, ""
     if markers is not None:
         end = await engine.decode(generations[0].prompt_ids[-PROMPT_END_TOKENS:])
-    return Asked(tuple(generations), prompt_tokens, markers, end)
+    calls = engine.call_reading(options) if isinstance(body, ChatBody) else None
+    return Asked(tuple(generations), prompt_tokens, markers, end, calls)
 
 
-def _sampling(given: Mapping[str, Any], engine: Engine) -> Sampling:
+def _sampling(given: Mapping[str, Any], options: Mapping[str, Any], engine: Engine) -> Sampling:
     try:
-        sampling = merge_sampling(engine.sampling, given)
+        sampling = merge_sampling(engine.sampling, forced_sampling(given, options))
     except FieldError as error:
         raise bad_request(str(error), error.name) from error
     problem = beyond_vocabulary(sampling, engine.limits.vocab_size)
@@ -110,8 +144,7 @@ def _sampling(given: Mapping[str, Any], engine: Engine) -> Sampling:
     return sampling
 
 
-async def _check_form(body: CompletionBody | ChatBody, form: str, engine: Engine) -> None:
-    field = body.form_field
+async def _check_form(field: str, form: str, engine: Engine) -> None:
     try:
         await engine.check_form(form)
     except FormError as error:

@@ -22,8 +22,7 @@ from llmpq.serve.choices import pieces
 from llmpq.serve.engine import Engine
 from llmpq.serve.metrics import ServeMetrics
 from llmpq.serve.options import ServeOptions
-from llmpq.serve.requests import Asked, asked, generations_of
-from llmpq.tokenizing.reasoning import ReasoningStream
+from llmpq.serve.requests import AnswerStreams, Asked, asked, generations_of
 from quant.common.errors import SpecError
 
 DONE = b"data: [DONE]\n\n"
@@ -202,7 +201,7 @@ class _Job:
         wanted = await self._asked()
         new_tokens = shared_tokens = 0
         opened: set[int] = set()
-        streams: dict[int, ReasoningStream] = {}
+        streams: dict[int, AnswerStreams] = {}
         async with aclosing(self._pieces(wanted)) as made:
             async for each in made:
                 piece = wanted.divide(each, streams)
@@ -213,7 +212,7 @@ class _Job:
                     opening = form.opening(piece.index)
                     if opening is not None:
                         yield self._chunk(opening)
-                if piece.text or piece.reasoning or piece.tokens:
+                if piece.text or piece.reasoning or piece.calls or piece.tokens:
                     yield self._chunk(form.part(piece))
                 if piece.finish_reason is not None:
                     yield self._chunk(form.closing(piece))

@@ -124,10 +124,15 @@ class TokenizerProcess:
         self.wait()
         return self._markers
 
+    @property
+    def tool_parser(self) -> str | None:
+        """How the model writes calls of tools, if that is known; waits as `wait`."""
+        self.wait()
+        return self._tool_parser
+
     def call_reading(self, options: Mapping[str, Any]) -> CallReading | None:
         """How calls are read in the answer to a chat with these `Row.prompt_options`."""
-        self.wait()
-        return call_reading(options, self._tool_parser, self._options)
+        return call_reading(options, self.tool_parser, self._options)
 
     @property
     def pid(self) -> int:

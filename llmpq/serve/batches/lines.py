@@ -53,6 +53,7 @@ class BehindOnline:
         self.adapters = engine.adapters
         self.limits, self.sampling, self.markers = engine.limits, engine.sampling, engine.markers
         self.decode, self.check_form = engine.decode, engine.check_form
+        self.call_reading = engine.call_reading
         self._gate = gate
         self._starting = 0
         self._first = asyncio.Lock()

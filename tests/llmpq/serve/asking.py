@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import httpx2
 
 from llmpq.serve.options import ServeOptions
-from llmpq.serve.server import application
+from llmpq.serve.server import Server, application
 from llmpq.serve.service import Service
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
@@ -23,6 +25,9 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 ENDLESS_S = 300.0
 """No scenario takes so long, however slow the machine is."""
+
+SMALL_BYTES = 4096
+"""Of socket buffers, so that little is sent unread."""
 
 Result = TypeVar("Result")
 
@@ -97,3 +102,28 @@ def error_of(response: httpx2.Response) -> Mapping[str, Any]:
     assert list(content["error"]) == ["message", "type", "param", "code"]
     assert content["error"]["message"]
     return content["error"]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Let others run until `holds`."""
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def serving(engine: PretendEngine, **options: object) -> AsyncIterator[Server]:
+    """A server of `engine` on a free port, which is asked to end afterwards."""
+    server = Server(service_of(engine, ServeOptions(**{"port": 0, "drain_s": 5.0, **options})))
+    running = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    for listening in server.servers[0].sockets:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BYTES)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        await running
+
+
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.bound_port}"

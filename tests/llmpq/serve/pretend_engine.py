@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from actors.messages import Request, TokenLogprobs
 from actors.sampling_options import Sampling
@@ -19,6 +20,7 @@ from llmpq.serve.engine import (
     TokenEvent,
 )
 from llmpq.tokenizing.reasoning import Markers
+from llmpq.tokenizing.tool_calls import CallReading, call_reading
 
 END = 256
 IDLE = QueueState(0, 0, 4, 0, 1000)
@@ -45,6 +47,7 @@ class PretendEngine:
     limits: EngineLimits = LIMITS
     sampling: Sampling = field(default_factory=Sampling)
     markers: Markers | None = None
+    tool_parser: str | None = "hermes"
     status: EngineStatus = "ready"
     queue: QueueState = IDLE
     adapters: tuple[str, ...] = ()
@@ -78,6 +81,9 @@ class PretendEngine:
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text of bytes."""
         return bytes(each for each in token_ids if each < END).decode("utf-8", "replace")
+
+    def call_reading(self, options: Mapping[str, Any]) -> CallReading | None:
+        return call_reading(options, self.tool_parser, {})
 
     async def check_form(self, form: str) -> None:
         if "impossible" in form:

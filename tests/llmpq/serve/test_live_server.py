@@ -6,8 +6,6 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import httpx2
@@ -22,43 +20,19 @@ from tests.llmpq.serve.asking import (
     CHAT,
     COMPLETIONS,
     KEY,
+    SMALL_BYTES,
     chat,
     completion,
     events,
     run,
     service_of,
+    serving,
+    until,
+    url,
 )
 from tests.llmpq.serve.pretend_engine import LIMITS, PretendEngine
 
-SMALL_BYTES = 4096
-"""Of socket buffers, so that little is sent unread."""
-
 LONG = replace(LIMITS, new_tokens=100_000, slot_tokens=100_000)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Let others run until `holds`."""
-    while not holds():
-        await asyncio.sleep(0.001)
-
-
-@asynccontextmanager
-async def serving(engine: PretendEngine, **options: object) -> AsyncIterator[Server]:
-    """A server of `engine` on a free port, which is asked to end afterwards."""
-    server = Server(service_of(engine, ServeOptions(**{"port": 0, "drain_s": 5.0, **options})))
-    running = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
-    for listening in server.servers[0].sockets:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BYTES)
-    try:
-        yield server
-    finally:
-        server.should_exit = True
-        await running
-
-
-def url(server: Server) -> str:
-    return f"http://127.0.0.1:{server.bound_port}"
 
 
 async def connected(

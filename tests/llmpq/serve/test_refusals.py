@@ -94,6 +94,10 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+NOW = {"type": "function", "function": {"name": "now"}}
+NEVER = {"type": "function", "function": {"name": "f", "parameters": {"title": "impossible"}}}
+
+
 @pytest.mark.parametrize(("fields", "param", "words"), WRONG_FIELDS, ids=shortly)
 def test_wrong_fields_of_a_completion(fields: dict[str, Any], param: str, words: str) -> None:
     response = ask(COMPLETIONS, completion(**fields))
@@ -115,7 +119,13 @@ def test_wrong_fields_of_a_completion(fields: dict[str, Any], param: str, words:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "text"),
         ({"prompt": "x"}, "prompt", "unknown field"),
         ({"tools": ["f"]}, "tools[0]", "an object"),
-        ({"tool_choice": "required"}, "tool_choice", '"none" or "auto"'),
+        ({"tool_choice": "any"}, "tool_choice", '"none", "auto", "required"'),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "no function with a name"),
+        ({"tools": [NOW], "tool_choice": {"function": {"name": "x"}}}, "tool_choice", "none of"),
+        ({"tools": [NOW], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "beside"),
+        ({"tools": [NEVER], "tool_choice": "required"}, "tools", "cannot be kept"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
         ({"enable_thinking": 1}, "enable_thinking", "true or false"),
         ({"chat_template_kwargs": {"tools": 5}}, "chat_template_kwargs.tools", "list of objects"),
         (

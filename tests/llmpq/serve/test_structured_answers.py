@@ -22,7 +22,10 @@ from tests.paths import DEMO_MODEL
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
 ASKED = [{"role": "user", "content": "A pet?"}]
 
 
@@ -81,9 +84,30 @@ async def ask(client: openai.AsyncOpenAI) -> None:
         assert [(each.finish_reason, fits(each.text)) for each in made.choices] == [
             ("stop", True)
         ] * 2
+    await call_tools(client, model)
     never = {"guided_json": {"type": "integer", "minimum": 5, "maximum": 4}}
     with pytest.raises(openai.BadRequestError, match="guided_json cannot be kept: Unsat"):
         await client.completions.create(model=model, prompt="a", extra_body=never)
+
+
+async def call_tools(client: openai.AsyncOpenAI, model: str) -> None:
+    """Drawn answers that must call, of which one is parsed by the client each time."""
+    named = {"type": "function", "function": {"name": "Pet"}}
+    for choice in ("required", named):
+        called = await client.chat.completions.parse(
+            model=model,
+            messages=ASKED,
+            tools=[openai.pydantic_function_tool(Pet)],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            temperature=1.0,
+            seed=3,
+            n=4,
+        )
+        for each in called.choices:
+            (call,) = each.message.tool_calls
+            assert isinstance(call.function.parsed_arguments, Pet)
+            assert (each.finish_reason, each.message.content) == ("tool_calls", None)
 
 
 def test_the_client_of_openai_parses_every_answer(engine: PipelineEngine) -> None:
