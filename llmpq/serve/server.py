@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from types import FrameType
 from typing import Annotated, cast
@@ -20,11 +21,24 @@ from llmpq.serve.access import ApiError, Boundary, Gate, check_host, check_key
 from llmpq.serve.batches.batches import Batches
 from llmpq.serve.bodies import chat_body, completion_body
 from llmpq.serve.metrics import CONTENT_TYPE, Counting
-from llmpq.serve.service import Service
+from llmpq.serve.responses import ResponseJob, response_body
+from llmpq.serve.service import Job, Service
 from quant.common.errors import SpecError, StageLostError
 
-_COUNTED = ("/v1/completions", "/v1/chat/completions")
+_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 """Addresses whose requests are counted apart."""
+
+_NOT_SERVED = {
+    "/audio/speech": "sound",
+    "/audio/transcriptions": "sound",
+    "/classify": "classification",
+    "/embeddings": "embeddings",
+    "/images/generations": "images",
+    "/moderations": "moderation",
+    "/rerank": "ranking",
+    "/score": "scores of pairs",
+}
+"""Addresses of other servers that clients may ask for, and what they are for."""
 
 
 def application(service: Service, batches: Batches | None = None) -> FastAPI:
@@ -88,14 +102,30 @@ def _openai(service: Service) -> APIRouter:
     @router.post("/completions")
     async def completions(request: Request) -> Response:
         body = completion_body(await service.body(request))
-        return await service.answer(request, body)
+        return await service.answer(request, body, Job)
 
     @router.post("/chat/completions")
     async def chat(request: Request) -> Response:
         body = chat_body(await service.body(request))
-        return await service.answer(request, body)
+        return await service.answer(request, body, Job)
+
+    @router.post("/responses")
+    async def responses(request: Request) -> Response:
+        given = await service.body(request)
+        return await service.answer(request, response_body(given), partial(ResponseJob, given))
+
+    for path, what in _NOT_SERVED.items():
+        router.add_api_route(path, _not_served(what), methods=["POST"])
 
     return router
+
+
+def _not_served(what: str) -> Callable[[], Awaitable[Response]]:
+    async def refuse() -> Response:
+        message = f"llmpq generates text and has no {what}; ask a server that has"
+        raise ApiError(HTTPStatus.NOT_FOUND, message, code="not_served")
+
+    return refuse
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

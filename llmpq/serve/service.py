@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmpq.rows.answers import Head, Json, TextPiece, joined, usage_content
 from llmpq.serve.access import CLIENT_GONE, ApiError, Gate, tasks
-from llmpq.serve.bodies import ChatBody, CompletionBody, parse_json, read_body
+from llmpq.serve.bodies import BodyT, ChatBody, CompletionBody, parse_json, read_body
 from llmpq.serve.choices import pieces
 from llmpq.serve.engine import Engine
 from llmpq.serve.metrics import ServeMetrics
@@ -129,9 +129,12 @@ class Service:
         request.state.arrived_s = self.metrics.clock()
         return parse_json(body)
 
-    async def answer(self, request: Request, body: CompletionBody | ChatBody) -> Response:
+    async def answer(
+        self, request: Request, body: BodyT, kind: Callable[[Service, BodyT, Engine, float], Job]
+    ) -> Response:
+        """The answer to a request, by a job of its `kind`."""
         self.check_model(body.model)
-        job = _Job(self, body, self.engine, request.state.arrived_s)
+        job = kind(self, body, self.engine, request.state.arrived_s)
         if body.stream:
             return EventStream(job.events(), self.options.stall_s)
         answer = await _unless_gone(request.receive, job.whole())
@@ -141,11 +144,15 @@ class Service:
         """The content of a whole answer by `engine`, which decides alone when it may run."""
         self.check_model(body.model)
         self.gate.check_number(generations_of(body))
-        return await _Job(self, body, engine).content()
+        return await Job(self, body, engine).content()
 
 
-class _Job:
-    """A checked request for text; `arrived_s` of its body, None for a line of a batch."""
+class Job:
+    """A checked request for text; `arrived_s` of its body, None for a line of a batch. What is
+    answered in another form than choices overrides `content` and `chunks`, and how these are told.
+    """
+
+    ending = DONE
 
     def __init__(
         self,
@@ -156,8 +163,13 @@ class _Job:
     ) -> None:
         self._service, self._engine, self._arrived_s = service, engine, arrived_s
         self._body, self._form = body, body.form
-        name = f"{self._form.prefix}-{uuid4().hex}"
-        self._head = Head(name, int(service.clock()), body.model)
+        name = f"{self.prefix}-{uuid4().hex}"
+        self.head = Head(name, int(service.clock()), body.model)
+
+    @property
+    def prefix(self) -> str:
+        """What the names of such answers begin with."""
+        return self._form.prefix
 
     async def whole(self) -> Response:
         with self._service.gate.admitted(generations_of(self._body)):
@@ -165,17 +177,21 @@ class _Job:
 
     async def content(self) -> Json:
         """The JSON object of the answer in one piece."""
-        parts: dict[int, list[TextPiece]] = {}
-        wanted = await self._asked()
-        async with aclosing(self._pieces(wanted)) as made:
-            async for piece in made:
-                parts.setdefault(piece.index, []).append(piece)
-        answers = [joined(parts[index]) for index in sorted(parts)]
+        wanted, answers = await self.answers()
         choices = [self._form.whole(wanted.whole(answer)) for answer in answers]
         new_tokens = sum(answer.new_tokens for answer in answers)
         shared_tokens = sum(answer.shared_tokens for answer in answers)
-        content = self._head.content(self._form.whole_kind, choices)
+        content = self.head.content(self._form.whole_kind, choices)
         return content | {"usage": self._usage(wanted, new_tokens, shared_tokens)}
+
+    async def answers(self) -> tuple[Asked, list[TextPiece]]:
+        """What was asked for, and the whole answers, not divided."""
+        parts: dict[int, list[TextPiece]] = {}
+        wanted = await self.asked()
+        async with aclosing(self.pieces(wanted)) as made:
+            async for piece in made:
+                parts.setdefault(piece.index, []).append(piece)
+        return wanted, [joined(parts[index]) for index in sorted(parts)]
 
     def _usage(self, wanted: Asked, new_tokens: int, shared_tokens: int) -> Json:
         """The tokens of all answers; those of prompts are counted once."""
@@ -186,23 +202,32 @@ class _Job:
         is_begun = False
         try:
             with self._service.gate.admitted(generations_of(self._body)):
-                async with aclosing(self._chunks()) as chunks:
+                async with aclosing(self.chunks()) as chunks:
                     async for chunk in chunks:
                         is_begun = True
-                        yield event(chunk)
+                        yield self.framed(chunk)
         except ApiError as error:
             if not is_begun:
                 raise
-            yield event(error.content)
-        yield DONE
+            yield self.framed(self.told(error))
+        if self.ending:
+            yield self.ending
 
-    async def _chunks(self) -> AsyncGenerator[dict[str, object], None]:
+    def framed(self, chunk: Json) -> bytes:
+        """A chunk as an event that a client reads."""
+        return event(chunk)
+
+    def told(self, error: ApiError) -> Json:
+        """The chunk of an error in a stream that has begun."""
+        return error.content
+
+    async def chunks(self) -> AsyncGenerator[Json, None]:
         form = self._form
-        wanted = await self._asked()
+        wanted = await self.asked()
         new_tokens = shared_tokens = 0
         opened: set[int] = set()
         streams: dict[int, AnswerStreams] = {}
-        async with aclosing(self._pieces(wanted)) as made:
+        async with aclosing(self.pieces(wanted)) as made:
             async for each in made:
                 piece = wanted.divide(each, streams)
                 new_tokens += piece.new_tokens
@@ -218,18 +243,18 @@ class _Job:
                     yield self._chunk(form.closing(piece))
         if self._body.wants_usage:
             usage = self._usage(wanted, new_tokens, shared_tokens)
-            yield self._head.content(form.chunk_kind, ()) | {"usage": usage}
+            yield self.head.content(form.chunk_kind, ()) | {"usage": usage}
 
     def _chunk(self, choice: Json) -> dict[str, object]:
-        content = self._head.content(self._form.chunk_kind, (choice,))
+        content = self.head.content(self._form.chunk_kind, (choice,))
         return content | {"usage": None} if self._body.wants_usage else content
 
-    async def _asked(self) -> Asked:
-        wanted = await asked(self._body, self._engine, self._head.id)
+    async def asked(self) -> Asked:
+        wanted = await asked(self._body, self._engine, self.head.id)
         self._service.metrics.count_prompts(wanted.prompt_tokens)
         return wanted
 
-    def _pieces(self, wanted: Asked) -> AsyncGenerator[TextPiece, None]:
+    def pieces(self, wanted: Asked) -> AsyncGenerator[TextPiece, None]:
         service = self._service
         return pieces(
             self._engine,
