@@ -97,7 +97,8 @@ def matrix_at(dtype: torch.dtype) -> Any:
     from numba.extending import intrinsic
 
     kinds, numbers = cast(Any, types), cast(Any, numba)  # without annotations
-    kind = kinds.CPointer(types.float32 if dtype == torch.float32 else types.uint16)
+    whole = {torch.float32: types.float32, torch.uint8: types.uint8}
+    kind = kinds.CPointer(whole.get(dtype, types.uint16))
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(kind))

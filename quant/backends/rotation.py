@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quant.devices import moved_blocks, row_blocks
-from quant.numba_loops import compiled_loop, has_numba, torch_threads, widening
+from quant.numba_loops import compiled_loop, has_numba, matrix_at, torch_threads, widening
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
@@ -131,14 +131,14 @@ MIDDLE = 128
 _LEAST_MAXIMUM = 1e-30
 """The largest magnitude that a token of zeros is given, so that its codes and results are zeros."""
 
-_LEAST_CODES = 2**14
+_LEAST_CODES = 2**10
 """Least numbers for the compiled loop: small models need not wait for the compiler."""
 
-_TOKENS_FOR_THREADS = 256
-"""Least tokens for several threads: fewer are done before a second thread is awake."""
+_TOKENS_FOR_THREADS = 16
+"""Least tokens for several threads: fewer are done before a second thread has begun."""
 
-_WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
-"""The types that the compiled loop reads, and what it reads them as."""
+_READ = (torch.bfloat16, torch.float32)
+"""The types that the compiled loop reads."""
 
 
 def round_activations(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ def round_activations(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     1]`. A token's codes depend neither on others nor on which of both ways computes them; a token
     with a number that is not finite has such a scale.
     """
-    compiled = x.device.type == "cpu" and x.dtype in _WORDS and x.numel() >= _LEAST_CODES
+    compiled = x.device.type == "cpu" and x.dtype in _READ and x.numel() >= _LEAST_CODES
     if not compiled or not has_numba():
         values = rotate(x.to(torch.float32) * factor)
         largest = values.abs().amax(-1, keepdim=True).clamp_(min=_LEAST_MAXIMUM)
@@ -156,9 +156,9 @@ def round_activations(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=torch.uint8)
     scale = torch.empty(len(x), 1)
     loop = _rounding(x.dtype, len(x) >= _TOKENS_FOR_THREADS and torch.get_num_threads() > 1)
-    numbers = x.detach().contiguous().view(_WORDS[x.dtype])
+    held = x.contiguous(), factor.contiguous(), codes, scale
     with torch_threads():
-        loop(numbers.numpy(), factor.numpy(), codes.numpy(), scale.numpy())
+        loop(tuple(each.data_ptr() for each in held), tuple(x.shape))
     return codes, scale
 
 
@@ -175,24 +175,25 @@ def _rounding(dtype: torch.dtype, parallel: bool) -> Any:
     import numba
 
     widen, mix = widening(dtype), compiled_rotation()
+    matrix, floats, bytes_at = (matrix_at(each) for each in (dtype, torch.float32, torch.uint8))
     no_sign, zero = np.uint32(0x7FFFFFFF), np.uint32(0)
     least, limit = np.float32(_LEAST_MAXIMUM), np.float32(LIMIT)
     middle = np.float32(MIDDLE + 0.5)
 
-    def round_tokens(numbers: Any, factor: Any, codes: Any, scale: Any) -> None:
-        tokens, width = numbers.shape
+    def round_tokens(where: tuple[int, int, int, int], shape: tuple[int, int]) -> None:
+        (numbers, factor, codes, scale), (tokens, width) = where, shape
         for token in numba.prange(tokens):
-            row, own = numbers[token], codes[token]
-            values = np.empty(width, np.float32)
+            row, own = matrix(numbers, tokens, width)[token], bytes_at(codes, tokens, width)[token]
+            factors, values = floats(factor, 1, width)[0], np.empty(width, np.float32)
             for i in range(width):
-                values[i] = widen(row[i]) * factor[i]
+                values[i] = widen(row[i]) * factors[i]
             mix(values, width // LANES)
             bits, largest = values.view(np.uint32), zero
             for i in range(width):
                 largest = max(largest, bits[i] & no_sign)
             magnitude = np.uint32(largest).view(np.float32)
             magnitude = least if magnitude < least else magnitude
-            scale[token, 0] = magnitude / limit
+            floats(scale, tokens, 1)[token, 0] = magnitude / limit
             steps = limit / magnitude
             for i in range(width):
                 own[i] = np.uint8(np.int32(values[i] * steps + middle))
