@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from llmpq.cli.common import (
@@ -42,6 +43,7 @@ from llmpq.jobs.job import (
 )
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.row_database import Tally
+from llmpq.jobs.same_rows import WORTH_SAYING
 from llmpq.plan import Fleet, Plan, load_plan
 from llmpq.quality.calibration import prompts_of_input, with_calibrated
 from llmpq.remote.ray_jobs import keep_folder_to_driver
@@ -141,7 +143,9 @@ def _run_job(
     seen: Sequence[int],
 ) -> int:
     """Do what is left of a job, for which alone torch and Ray are loaded; returns the exit code."""
-    job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
+    job_options = JobOptions(
+        options.retry_errors, options.on_error == "fail", options.extend, options.dedupe
+    )
     plan_file = options.plan
     first = plans_of(plan.spec)[0]
     if isinstance(plan, Fleet):  # a pipeline that still loads at the end must start no other Ray
@@ -164,6 +168,11 @@ def _run_job(
         job = OpenJob(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
+        if job.same_share >= WORTH_SAYING and not options.dedupe:
+            say(
+                f"{job.same_share:.0%} of the rows are the same as others: --dedupe would compute "
+                "these once and write each"
+            )
         if output.output_format == "openai" and not options.names_format:
             say("results are lines of OpenAI's batches, as the input's; else --output_format rows")
         job_name = Path(options.output).stem
@@ -232,7 +241,7 @@ def _generate(
         console(stderr=True).print(
             summary_table(run.summary.plan or undivided(run.plan), run.summary)
         )
-    errors = run.rows.errors + tally.resumed_errors
+    errors = job.errors
     if first is not None:
         say(f"{errors} rows have errors, the first {first.custom_id!r:.80}: {first.error}")
     elif errors:
@@ -271,7 +280,7 @@ def _write_all(
     run.on_plan.append(progress.change_plan)
     run.on_event.append(lambda event: progress.note(event.text))
     with progress, closing(run.results(job.todo(), job.tally)) as results:
-        for result in results:
+        for result in chain(results, job.copies()):
             if fail and result.error is not None:
                 return
             job.write(result)

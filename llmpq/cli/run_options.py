@@ -39,7 +39,7 @@ _STAGES = "cache_dir cache_limit_gib no_cache deterministic no_cuda_graphs trans
 _SUBMITTING = {"as a job of a Ray cluster": "submit no_wait follow_job stop_job"}
 _RUN_GROUPS = {
     "plan and files": "plan input output show_plan",
-    "what is done already": "resume|overwrite extend retry_errors on_error output_format "
+    "what is done already": "resume|overwrite extend retry_errors dedupe on_error output_format "
     "shard_rows shard_s",
     "sampling: for rows that do not say": "generation_config max_new_tokens temperature top_k "
     "top_p min_p repetition_penalty presence_penalty frequency_penalty logit_bias seed stop "
@@ -154,6 +154,7 @@ class RunCommand(StoredPlan):
     show_plan: bool = flag("print the plan first")
     extend: bool = flag("also take rows that the job did not have")
     retry_errors: bool = flag("run error rows again")
+    dedupe: bool = flag("compute greedy rows that are the same once, and write each")
     on_error: str = option(
         ("continue", "fail"), "whether the other rows run on after one has failed", "continue"
     )

@@ -17,6 +17,7 @@ from llmpq.jobs.job_output import JobOutput, NamesAt, ReadInputAgain
 from llmpq.jobs.parquet import MOST_COLUMNS
 from llmpq.jobs.result_lines import OutputForm, OutputOptions, openai_line
 from llmpq.jobs.row_database import Done, RowDatabase, RowKind, Tally, WantedRow, shown_id
+from llmpq.jobs.same_rows import SameShare, SharedResults, is_greedy
 from llmpq.jobs.store import InputRecord, JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
@@ -54,6 +55,9 @@ class ResultStream:
 
     def check_columns(self, names: Collection[str]) -> None:
         pass
+
+    def finished(self) -> Iterator[object]:
+        return iter(())
 
     def write(self, result: Result, is_chat: bool = False) -> bool:
         done = Done("", result.error is not None, 0, 0)
@@ -147,11 +151,13 @@ class JobOptions:
 
     `retry_errors`: rows that ended in an error run again. `stop_at_error`: the first error ends the
     job. `extend`: a job that was begun with other rows keeps what is done and does these too.
+    `dedupe`: of greedy rows that are the same one is computed for all.
     """
 
     retry_errors: bool = False
     stop_at_error: bool = False
     extend: bool = False
+    dedupe: bool = False
 
 
 def finished_tally(
@@ -205,9 +211,24 @@ class OpenJob:
         self._columns: set[str] = set()
         self._chats: set[str] = set()  # ids of rows in flight whose prompts are messages
         options = options or JobOptions()
+        self._same, self._shared = SameShare(), SharedResults(())
         self._before = source.identities()
         output.load(identity, self._database, options.retry_errors)
         self.tally = self._check(options)
+        if options.dedupe:
+            self._shared = SharedResults(self._database.repeated())
+            if self.tally.resumed:
+                self._shared.note_finished(output.finished())
+
+    @property
+    def errors(self) -> int:
+        """Rows in error so far, of earlier runs too."""
+        return self.tally.resumed_errors + self._errors
+
+    @property
+    def same_share(self) -> float:
+        """Share of rows that are the same as another, nearly; of those that are drawn, none is."""
+        return self._same.share
 
     def _check(self, options: JobOptions) -> Tally:
         twice = self._database.want_all(self._wanted(options))
@@ -232,6 +253,8 @@ class OpenJob:
                 name = self._source.place_name(place)
                 raise InputError(f"{name}, row {shown_id(row.custom_id)}: {row.error}")
             fingerprint = self._identity.fingerprint(row)
+            if isinstance(row, Row) and self._is_greedy(row):
+                self._same.add(fingerprint)
             yield WantedRow(row.custom_id, fingerprint, place, tokens, self._kind(row, place))
 
     def _kind(self, row: Row | BadRow, place: int) -> RowKind:
@@ -261,13 +284,37 @@ class OpenJob:
             if self._database.wanted(row.custom_id) != fingerprint:
                 raise self._changed()
             if not self._is_done(row.custom_id, fingerprint):
-                if isinstance(row, Row) and row.messages is not None:
-                    self._chats.add(row.custom_id)
+                if isinstance(row, Row):
+                    if self._is_greedy(row) and not self._shared.take(fingerprint):
+                        continue
+                    self._note_chat(row)
                 yield row
         if _states(self._source.identities()) != _states(self._before):
             raise self._changed()
 
+    def copies(self) -> Iterator[Result]:
+        """Results of rows that are the same as those which `todo` gave, once these are written."""
+        if self._written == self.tally.left:
+            return
+        for row, _ in self._source.rows():
+            fingerprint = self._identity.fingerprint(row)
+            if isinstance(row, Row) and not self._is_done(row.custom_id, fingerprint):
+                found = self._shared.of(row, fingerprint)
+                assert found is not None, "a row that is the same has been written"
+                self._note_chat(row)
+                yield found
+
+    def _is_greedy(self, row: Row) -> bool:
+        return is_greedy(row, self._identity.sampling)
+
+    def _note_chat(self, row: Row) -> None:
+        if row.messages is not None:
+            self._chats.add(row.custom_id)
+
     def write(self, result: Result) -> bool:
+        fingerprint = self._database.wanted(result.custom_id)
+        if fingerprint is not None:
+            self._shared.keep(fingerprint, result)
         is_new = self._output.write(result, result.custom_id in self._chats)
         self._chats.discard(result.custom_id)
         self._written += is_new
@@ -276,6 +323,7 @@ class OpenJob:
 
     def finish(self) -> None:
         self._output.finish(self._record)
+        self._shared.close()
         self._database.close()
 
     def _record(self) -> InputRecord | None:
@@ -283,7 +331,7 @@ class OpenJob:
         tally = self.tally
         if self._written != tally.left:
             return None
-        return self._source.record(self._before, tally.rows, tally.resumed_errors + self._errors)
+        return self._source.record(self._before, tally.rows, self.errors)
 
     def _changed(self) -> InputError:
         return InputError(

@@ -288,6 +288,10 @@ class JobOutput:
         assert self._writer is not None, "`load` comes first"
         return self._writer
 
+    def finished(self) -> Iterator[object]:
+        """Lines and rows of all results that are there."""
+        return self._results().all()
+
     def write(self, result: Result, is_chat: bool = False) -> bool:
         """Add a result; False if its id has one already, which stays.
 

@@ -122,6 +122,13 @@ class ResultFiles:
             if row is not None and not row.failed and self.database.wanted(row.custom_id) is None:
                 yield row.custom_id
 
+    def all(self) -> Iterator[object]:
+        """Lines of JSON, or rows of a table, those that do not count too."""
+        if self.is_there:
+            yield from finished_rows(self.output, output_format(self.output), None)
+        for shard in self.shards:
+            yield from shard.lines()
+
     def _identities(self) -> Iterator[ResultIdentity | None]:
         if self.is_there:
             yield from result_identities(self.output)

@@ -202,6 +202,14 @@ class RowDatabase:
         found = self._one("SELECT fingerprint FROM wanted WHERE id = ?", id_key(custom_id))
         return None if found is None else str(found[0])
 
+    def repeated(self) -> Iterator[str]:
+        """Fingerprints that several rows of the input have."""
+        found = self._database.execute(
+            f"SELECT fingerprint FROM wanted WHERE kind = {RowKind.GOOD} GROUP BY fingerprint "
+            "HAVING COUNT(*) > 1"
+        )
+        return (str(fingerprint) for (fingerprint,) in found)
+
     def tally(self) -> Tally:
         rows, tokens = self._database.execute(f"SELECT {_SUMS} FROM wanted w").fetchone()
         done, done_tokens, failed = self._database.execute(
