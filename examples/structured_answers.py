@@ -1,10 +1,11 @@
-"""Have every answer be JSON of a schema, here of a pydantic model, and read it.
+"""Have answers be JSON of a schema, here of a pydantic model, or calls of a tool, and read them.
 
     python examples/structured_answers.py
 
 The committed demo model knows nothing of pets; what it makes up has the form all the same.
 """
 
+import tempfile
 from pathlib import Path
 
 from pydantic import BaseModel, Field
@@ -18,6 +19,8 @@ ROWS = [
 ]
 CHOICE = {"prompt": "Cats or dogs?", "structured_outputs": {"choice": ["cats", "dogs"]}}
 """A row's own form comes before that of the job."""
+TEMPLATE = "{% for each in messages %}{{ each.content }}{% endfor %}{# tools #}"
+"""A chat template, which the demo model has not; that of a real model shows it the tools."""
 
 
 class Pet(BaseModel):
@@ -26,13 +29,27 @@ class Pet(BaseModel):
     is_tame: bool
 
 
+FEED = {"type": "function", "function": {"name": "feed", "parameters": Pet.model_json_schema()}}
+CALL = {
+    "messages": [{"role": "user", "content": "Feed it:"}],
+    "tools": [FEED],
+    "tool_choice": {"type": "function", "function": {"name": "feed"}},
+}
+
+
 if __name__ == "__main__":
     cluster = Cluster.from_yaml(EXAMPLES.parent / "cluster_specs" / "demo_mixed_cpu.yaml")
     plan = cluster.plan(EXAMPLES / "demo_model", Workload(8, 16, 100), theta=1.0)
-    for result in plan.run([*ROWS, CHOICE], json_schema=Pet.model_json_schema()):
+    template = Path(tempfile.mkdtemp(), "chat.jinja")
+    template.write_text(TEMPLATE)
+    given = {"json_schema": Pet.model_json_schema(), "chat_template": template}
+    for result in plan.run([*ROWS, CHOICE, CALL], **given):
         if result.finish_reason == "length":
             print("cut, as it was longer than 100 tokens:", result.text)
         elif result.text in ("cats", "dogs"):
             print(result.text)
+        elif result.columns.get("tool_calls"):
+            (call,) = (each["function"] for each in result.columns["tool_calls"])
+            print(call["name"], Pet.model_validate_json(call["arguments"]))
         else:
             print(Pet.model_validate_json(result.text))

@@ -81,7 +81,7 @@ def forced_sampling(sampling: Mapping[str, Any], options: Mapping[str, Any]) -> 
     """`sampling` of a chat, with the form of its answer where `options` have it call a tool: the
     arguments of a function that is named, else a list of calls.
 
-    Raises `FieldError` where the answer is to have another form.
+    Raises `FieldError` where the answer is to have another form, or this would be too large.
     """
     if CHOICE not in options:
         return sampling
@@ -93,7 +93,10 @@ def forced_sampling(sampling: Mapping[str, Any], options: Mapping[str, Any]) -> 
         (schema,) = (_parameters(each, "#") for each in functions if _name(each) == name)
     else:
         schema = _calls(functions, most=None if options.get(PARALLEL, True) else 1)
-    return {**sampling, FORM: checked_form({"json": schema})}
+    try:
+        return {**sampling, FORM: checked_form({"json": schema})}
+    except FieldError as error:  # too much of it
+        raise FieldError(TOOLS, f"as a form of the answer: it {error.why}") from error
 
 
 def _calls(functions: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from actors.sampling_options import FORM, stop_begin
 from llmpq.rows.results import RowError
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import merge_sampling
+from llmpq.rows.tools import CHOICE, TOOLS
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.reasoning import Markers
 from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized, TokenizerProcess
@@ -80,7 +81,7 @@ class RequestMaker:
             return row
         sampling = merge_sampling(self.sampling, row.sampling)
         try:
-            self._check_sampling(sampling)
+            self._check_sampling(sampling, TOOLS if CHOICE in row.prompt_options else FORM)
             adapter = self._adapter(row)
             if row.token_ids is None:
                 return _Begun(row.custom_id, sampling, self._submitted(row), adapter)
@@ -96,7 +97,7 @@ class RequestMaker:
             raise RowError(f"adapter is {name!r:.80}; {there if self.adapters else none}")
         return name
 
-    def _check_sampling(self, sampling: Sampling) -> None:
+    def _check_sampling(self, sampling: Sampling, form_field: str) -> None:
         room = max(each.new_tokens for each in self._workloads)
         wanted = sampling.max_new_tokens or self.workload.new_tokens
         if wanted > room:
@@ -108,20 +109,22 @@ class RequestMaker:
             )
         if sampling.stop and self.tokenizer is None:
             raise RowError("stop strings need a tokenizer, which the model has not")
-        self.check_form(sampling.structured_outputs)
+        self.check_form(sampling.structured_outputs, form_field)
         beyond = beyond_vocabulary(sampling, self.vocab_size)
         if beyond is not None:
             raise RowError(str(beyond))
 
-    def check_form(self, form: str) -> None:
-        """Raise `RowError` where no answer can have `form`, `Sampling.structured_outputs`."""
+    def check_form(self, form: str, field: str = FORM) -> None:
+        """Raise `RowError` where no answer can have `form`, `Sampling.structured_outputs`, which
+        was asked for by `field`.
+        """
         if not form:
             return
         if self.tokenizer is None:
-            raise RowError(f"{FORM} needs a tokenizer, which the model has not")
+            raise RowError(f"{field} needs a tokenizer, which the model has not")
         why = self.tokenizer.form_error(form)
         if why is not None:
-            raise RowError(f"{FORM} {form!r:.80} cannot be kept: {why}")
+            raise RowError(f"{field} {form!r:.80} cannot be kept: {why}")
 
     def _submitted(self, row: Row) -> int:
         if self.tokenizer is None:

@@ -1,4 +1,4 @@
-"""The example of structured answers says what it prints: forms, on the demo model."""
+"""The example of structured answers says what it prints: forms and a call, on the demo model."""
 
 from __future__ import annotations
 
@@ -20,3 +20,4 @@ def test_every_answer_has_its_form(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("name=") and "is_tame=" in line for line in lines) == 4
     assert sum(line in ("cats", "dogs") for line in lines) == 1
+    assert sum(line.startswith("feed name=") for line in lines) == 1

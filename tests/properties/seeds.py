@@ -163,8 +163,9 @@ def line_seeds() -> tuple[bytes, ...]:
         },
         {
             "messages": parts,
-            "tools": [{"type": "function"}],
-            "tool_choice": "auto",
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": 1}}}],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
             "documents": [{"text": "t"}],
             "chat_template_kwargs": {"enable_thinking": False, "x": [1]},
         },

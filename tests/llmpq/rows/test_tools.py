@@ -33,6 +33,7 @@ MOVE = openai.pydantic_function_tool(Move)
 REF = {"type": "object", "properties": {"$ref": {"const": "#"}}, "required": ["$ref"]}
 LINK = {"type": "function", "function": {"name": "link", "parameters": REF}}
 NOW = {"type": "function", "function": {"name": "now"}}
+HUGE = {"name": "huge", "parameters": {"enum": ["x" * 300_000]}}
 TOOLS = [MOVE, LINK, NOW]
 MOVED = {"to": {"street": "a", "near": {"street": "b", "near": None}}}
 
@@ -96,6 +97,7 @@ def test_one_call_alone() -> None:
         ({"tool_choice": "required", "tools": []}, "tool_choice asks for a call, but there are no"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice is {'type': 'allowed_tools'}"),
         ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice asks for a call beside an"),
+        ({"tools": [HUGE], "tool_choice": "required"}, "tools as a form of the answer: it has 3"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls is 'no'; it must be true or false"),
     ],
 )  # fmt: skip

@@ -55,6 +55,15 @@ NOT_KEPT: list[tuple[dict[str, Any], str]] = [
     ({"guided_grammar": "start: start"}, "no text has this form"),
     ({"guided_grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "too deeply nested"),
     ({"guided_grammar": "%llguidance {}"}, "cannot be kept"),
+    (
+        {
+            "prompt": None,
+            "messages": [{"role": "user", "content": "hi"}],
+            "tool_choice": "required",
+            "tools": [{"name": "f", "parameters": {"type": "blurb"}}],
+        },
+        'tools \'{"json"',
+    ),
 ]
 
 
