@@ -14,40 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from actors.random_sequences import SEED, SEQUENCE_TOKENS, random_sequences
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
-from planner.model.shape import ModelShape
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.rounding.importance import LargestKeys, LayerImportance, LinearInputs
 from quant.scheme import Processor
 
-if TYPE_CHECKING:  # drivers ask what is seen, without transformers
+if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from actors.stage.layer_stream import StreamedLayer
-
-SEQUENCE_TOKENS = 64
-MOST_SEQUENCES = 8
-_TOKEN_PARAMETERS = 1 << 37
-"""Most tokens times parameters of layers beyond one sequence: 4 s of a core with 70 GFLOP/s.
-
-Of SmolLM2-135M at 4 bit, 8 sequences lose 7 % less (by divergence) than one, and text of 4,096
-tokens 15 % less than they."""
-
-_SEED = 0
-
-
-def random_sequences(shape: ModelShape) -> int:
-    """Sequences of random ids that pass through the model: fewer through a large one."""
-    affordable = _TOKEN_PARAMETERS // (SEQUENCE_TOKENS * shape.layers * shape.layer_parameters)
-    return max(1, min(MOST_SEQUENCES, affordable))
-
-
-def what_is_seen(shape: ModelShape) -> str:
-    """What passes through a model whose importance no file tells, in words."""
-    return f"{random_sequences(shape)} x {SEQUENCE_TOKENS} random ids, seed {_SEED}"
 
 
 def random_token_ids(config: PretrainedConfig, sequences: int, length: int) -> Tensor:
@@ -63,7 +42,7 @@ def random_token_ids(config: PretrainedConfig, sequences: int, length: int) -> T
         special |= {given} if isinstance(given, int) else set(given or ())
     usual = torch.tensor([i for i in range(config.vocab_size) if i not in special])
     length = min(length, getattr(config, "max_position_embeddings", None) or length)
-    draws = torch.Generator().manual_seed(_SEED)
+    draws = torch.Generator().manual_seed(SEED)
     uniform = torch.rand(sequences, length, generator=draws, dtype=torch.float64)
     places = (uniform * math.log(len(usual))).exp().long()
     return usual[places.clamp(max=len(usual) - 1)]

@@ -10,33 +10,32 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from actors.importance import what_is_seen
 from actors.live_group import LiveGroup
+from actors.processes.actor_calls import ProcessOptions, RankActor, StageActor
 from actors.processes.answers import StageAnswers
 from actors.processes.device import stage_environment
 from actors.processes.handle import StageHandle
 from actors.processes.meter import TelemetryOptions
 from actors.processes.observer import Observer
 from actors.processes.placement import place
-from actors.processes.ranks import HANDOVER, RankActor
 from actors.processes.ray_head import has_stage_environment
 from actors.processes.reservation import Reservation, ReservedPart
-from actors.processes.stage_actor import ProcessOptions, StageActor
+from actors.random_sequences import what_is_seen
 from actors.recovery.generation import LiveGeneration
 from actors.recovery.pipeline import StagePipeline
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import Repair
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import queue_sizes
-from actors.stage.emulation import emulated_times
+from actors.stage.scaled_times import emulated_times
 from actors.stage.spec import StageSpec, check_planned_memory, stage_spec, stand_in_spec
 from actors.transport import Transport
-from actors.transport.gloo_links import CONTROL
+from actors.transport.rendezvous import CONTROL, HANDOVER
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.loading.cache_settings import NO_CACHE, CacheSettings
-from quant.rounding.importance import ImportanceStore
+from quant.rounding.importance_store import ImportanceStore
 
 LOAD_S = 3600.0  # for shards to be loaded
 MEETING_S = 30.0  # for the stages to meet
@@ -92,8 +91,8 @@ class StageGroup(LiveGroup):
     loading, `StageLostError` when an actor dies meanwhile, or there is no point in going on.
     """
 
-    actor_class = StageActor
-    rank_class = RankActor
+    actor_class: type[Any] = StageActor
+    rank_class: type[Any] = RankActor
 
     def __init__(
         self,
@@ -162,12 +161,16 @@ class StageGroup(LiveGroup):
     def _hand_out_importance(self, seen: str) -> None:
         """Give each stage that of its layers: what is known already, or what they measure now."""
         store = self._options.importance or ImportanceStore()
+        parts = [slice(stage.layers.start, stage.layers.stop) for stage in self._plan.stages]
         with store.turn:
+            place = store.place_of(seen) if has_stage_environment() else None
+            if place is not None and self._repair.find_importance(place, seen, parts, LOAD_S):
+                return
             found = store.find(seen)
             if found is None:
                 found = store.keep(self._repair.measure_importance(LOAD_S), seen)
-        for handle, stage in zip(self.stages, self._plan.stages, strict=True):
-            handle.use_importance(found.layers[stage.layers.start : stage.layers.stop])
+        for handle, part in zip(self.stages, parts, strict=True):
+            handle.use_importance(found.layers[part])
 
     def _start_actors(self, index: int) -> tuple[ActorHandle[Any], ...]:
         """Start the actor of each rank of a stage, and return them: those that follow rank 0 start

@@ -24,7 +24,7 @@ from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, all_stages, parts_of, undivided
 from planner.scheduling import PolicyOptions
 from quant.common.errors import DeviceError, SpecError
-from quant.rounding.importance import ImportanceStore
+from quant.rounding.importance_store import ImportanceStore
 
 TOLD_EVERY = 16
 """Micro-batches whose tokens the stages that decode tell of together, where only whole answers are

@@ -7,14 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ray import ObjectRef
 from ray.exceptions import RayError
 
 from actors.messages import KvPart
 from actors.processes.answers import get_answers
-from actors.processes.ranks import Handed
 from actors.stage.spec import stage_spec, stand_in_spec
 from actors.stage_group import StageGroup
 from planner.model.shape import ModelShape
@@ -22,6 +21,9 @@ from planner.model.tensor_parallel import hands_over, rank_share
 from planner.plan.kv_copies import HandoverLink, handover_link, kept_shares
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
+
+if TYPE_CHECKING:
+    from actors.processes.ranks import Handed
 
 
 @dataclass(frozen=True)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.actor import ActorHandle
-from torch import Tensor
 
 from actors.messages import KvPart, Request
 from actors.processes.health import Heartbeat, RunReport
 from actors.processes.meter import Spans
-from actors.processes.ranks import Handed
 from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import LayersLoaded, StageStats
-from actors.transport.gloo_links import Rendezvous
+from actors.transport.rendezvous import Rendezvous
 from planner.plan.spec import StagePlan
 from planner.scheduling import RequestSchedule
-from quant.rounding.importance import LayerImportance
+
+if TYPE_CHECKING:  # drivers know of stages without torch
+    from torch import Tensor
+
+    from actors.processes.ranks import Handed
+    from quant.rounding.importance import LayerImportance
 
 
 class StageHandle:
@@ -76,9 +80,19 @@ class StageHandle:
     def ready(self) -> ObjectRef[None]:
         return self._ask("ready")
 
-    def use_importance(self, layers: Sequence[LayerImportance]) -> None:
+    def use_importance(
+        self, layers: Sequence[LayerImportance] | ObjectRef[Sequence[LayerImportance]]
+    ) -> None:
         """Have the stage round by this at every `load`, also of a process that comes later."""
-        self._importance = ray.put(layers)
+        self._importance = layers if isinstance(layers, ObjectRef) else ray.put(layers)
+
+    def find_importance(
+        self, place: tuple[Path, str, str], seen: str, parts: Sequence[slice]
+    ) -> tuple[ObjectRef[bool], list[ObjectRef[Sequence[LayerImportance]]]]:
+        """Read what an `ImportanceStore(*place)` has; whether it has it, and those `parts`."""
+        method = self.actor.find_importance.options(num_returns=1 + len(parts))
+        is_there, *layers = method.remote(place, seen, parts)
+        return is_there, layers
 
     def measure_importance(
         self, hidden: ObjectRef[Tensor] | None

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from actors.messages import BatchKind, MicroBatch, SlotTokens
 from quant.common.errors import LlmpqError, StageLostError
+
+if TYPE_CHECKING:  # drivers know of failures without torch
+    import torch
 
 _SHORT_OF_MEMORY = (
     "can't allocate",
@@ -115,6 +116,8 @@ class Health:
         failure, self._failure = self._failure, None
         on_gpu = self.device is not None and self.device.type == "cuda"
         if failure is not None and failure.kind == "memory" and on_gpu:
+            import torch
+
             torch.cuda.empty_cache()
         return failure
 
@@ -135,6 +138,8 @@ def _failure(batch: MicroBatch, error: BaseException, device: torch.device | Non
 
 def _kind_of(error: BaseException, text: str) -> FailureKind:
     """Classify an error of torch's, which has no types for most of its own."""
+    import torch
+
     is_short = isinstance(error, MemoryError | torch.OutOfMemoryError)
     if is_short or any(words in text for words in _SHORT_OF_MEMORY):
         return "memory"
@@ -144,6 +149,8 @@ def _kind_of(error: BaseException, text: str) -> FailureKind:
 def held_bytes(device: torch.device | None) -> int:
     """Return the bytes that torch holds on a GPU, or else this process in memory (0: not known)."""
     if device is not None and device.type == "cuda":
+        import torch
+
         return torch.cuda.memory_allocated(device)
     status = Path("/proc/self/status")
     found = re.search(r"VmRSS:\s+(\d+) kB", status.read_text()) if status.is_file() else None

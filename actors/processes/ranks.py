@@ -21,8 +21,8 @@ from actors.stage.handed_over import HeldKeysValues
 from actors.stage.spec import StageSpec
 from actors.stage_figures import LayersLoaded, StageStats
 from actors.transport.collectives import ALONE, Meeting, RankGroup
-from actors.transport.gloo_links import CONTROL
 from actors.transport.pipelines import RayMessage, from_ray
+from actors.transport.rendezvous import CONTROL, HANDOVER
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import DeviceError, StageLostError
 from quant.devices import local_processor
@@ -32,8 +32,6 @@ from quant.rounding.importance import LayerImportance
 
 if TYPE_CHECKING:  # drivers know of actors without transformers
     from actors.stage.stage import Stage
-
-HANDOVER = "handover"  # an actor's own thread for keys and values
 
 Handed = tuple[RayMessage, float]
 """A message with keys and values, and when an emulated link has brought it, by the monotonic clock

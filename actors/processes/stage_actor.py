@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -13,17 +14,17 @@ import torch
 from ray.actor import ActorHandle
 
 from actors.messages import BATCH_KINDS, MicroBatch, Progress, Request, Sampled
+from actors.processes.actor_calls import ProcessOptions
 from actors.processes.device import use_threads
 from actors.processes.health import Health, Heartbeat, RunReport
-from actors.processes.meter import MetricsPublisher, Spans, StageMeter, TelemetryOptions
+from actors.processes.meter import MetricsPublisher, Spans, StageMeter
 from actors.processes.ranks import Followers, KeysValuesKeeper, RankActor, ShardLoader
 from actors.schedule.driver import LatencyRecord, Pipeline
 from actors.schedule.live_run import Inbox, Leader
 from actors.schedule.scheduler import QueueSizes
-from actors.stage.emulation import EmulatedClock, EmulatedLink, EmulatedStage, ScaledTimes, warm_up
+from actors.stage.emulation import EmulatedClock, EmulatedLink, EmulatedStage, warm_up
 from actors.stage.spec import StageSpec
 from actors.stage_figures import NO_SUPERVISION, NOTHING_SHARED, LayersLoaded, StageStats
-from actors.transport.gloo_links import CONTROL, Rendezvous
 from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
 from actors.transport.nccl_links import NcclLinks
@@ -37,26 +38,14 @@ from actors.transport.pipelines import (
     relay,
     serve,
 )
+from actors.transport.rendezvous import CONTROL, Rendezvous
 from planner.scheduling import RequestSchedule
 from quant.common.errors import StageLostError
-from quant.loading.cache_settings import CacheSettings
 from quant.rounding.importance import LayerImportance
+from quant.rounding.importance_store import ImportanceStore
 
 if TYPE_CHECKING:  # drivers know of actors without transformers
     from actors.stage.stage import Stage
-
-
-@dataclass(frozen=True)
-class ProcessOptions:
-    """Options of a stage's process: its number of torch `threads`, where this node keeps packed
-    layers, what the stage notes, and the `emulated` times that stand for a device which is not
-    there (None: a real device).
-    """
-
-    threads: int
-    cache: CacheSettings
-    telemetry: TelemetryOptions
-    emulated: ScaledTimes | None
 
 
 class StageActor(BoardKeeper, KeysValuesKeeper):
@@ -109,6 +98,14 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         the next stage, and what was seen. Raises what `measure_stage` raises.
         """
         return self._loader.measure(hidden)
+
+    def find_importance(
+        self, place: tuple[Path, str, str], seen: str, parts: Sequence[slice]
+    ) -> tuple[bool | Sequence[LayerImportance], ...]:
+        """Read what an `ImportanceStore(*place)` has: whether it has it, and those `parts`."""
+        found = ImportanceStore(*place).find(seen)
+        layers = () if found is None else found.layers
+        return found is not None, *(layers[part] for part in parts)
 
     def load(self, importance: Sequence[LayerImportance] | None = None) -> StageStats:
         """Read, quantize and keep the stage's shard, or take it from this node's cache; all ranks

@@ -23,11 +23,11 @@ from actors.processes.placement import CRUMB, Placement
 from actors.profiling.on_cluster import bare_errors
 from actors.profiling.task import median_and_spread
 from actors.transport.collectives import DistributedGroup, Meeting
-from actors.transport.gloo_links import CONTROL, Rendezvous
 from actors.transport.message_format import decode, encode
 from actors.transport.nccl import GpuLink
 from actors.transport.nccl_links import NcclLinks
 from actors.transport.pipelines import BoardKeeper, RayMessage, RemoteBoard, from_ray
+from actors.transport.rendezvous import CONTROL, Rendezvous
 from planner.cluster.device import Place, Way
 from planner.profiles.links import WAYS
 from quant.common.errors import DeviceError

@@ -19,8 +19,7 @@ from actors.processes.health import Heartbeat, RankSigns
 from actors.recovery.faults import HangError, RankLostError
 from actors.schedule.scheduler import QueueSizes
 from actors.transport import Transport
-from actors.transport.gloo_links import Rendezvous
-from actors.transport.nccl_links import CONNECT_S
+from actors.transport.rendezvous import CONNECT_S, Rendezvous
 from planner.scheduling import RequestSchedule
 from quant.common.errors import DeviceError, LlmpqError, StageLostError
 

@@ -4,10 +4,11 @@ all are linked anew.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from ray import ObjectRef
 from ray.exceptions import RayTaskError
@@ -16,7 +17,9 @@ from actors.recovery.faults import HangError, Loss, StoppedRun, lost_by
 from actors.recovery.pipeline import LivenessCheck, OverdueError, StagePipeline, get_all, wait_for
 from actors.recovery.policy import OnEvent, Recovery, RecoveryEvent
 from quant.common.errors import DeviceError, DeviceLostError, StageLostError
-from quant.rounding.importance import LayerImportance
+
+if TYPE_CHECKING:
+    from quant.rounding.importance import LayerImportance
 
 T = TypeVar("T")
 
@@ -58,6 +61,25 @@ class Repair:
                 for stage in self.pipeline.stages:
                     stage.start()
         raise AssertionError("the last attempt returns or raises")
+
+    def find_importance(
+        self, place: tuple[Path, str, str], seen: str, parts: Sequence[slice], limit_s: float
+    ) -> bool:
+        """Have the first stage read the file of an `ImportanceStore(*place)`, which is on its node:
+        it has torch already. Returns whether the stages have their `parts` of it now.
+        """
+        stages = self.pipeline.stages
+        is_there, layers = stages[0].find_importance(place, seen, parts)
+        asked = {stages[0].index: is_there}
+        check = LivenessCheck(stages, self._answers, self.recovery.hang_s, may_start=True)
+        try:
+            if not get_all(self._answers, asked, limit_s, check)[stages[0].index]:
+                return False
+        except (DeviceError, StageLostError):  # it is found, or measured, as ever
+            return False
+        for stage, own in zip(stages, layers, strict=True):
+            stage.use_importance(own)
+        return True
 
     def _measure(self, limit_s: float) -> tuple[LayerImportance, ...]:
         stages, hidden = self.pipeline.stages, None

@@ -13,7 +13,6 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,13 +20,11 @@ import torch
 from torch import Tensor
 
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
+from actors.stage.scaled_times import ScaledTimes
 from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
 from actors.transport.nccl import GpuLink
-from planner.costs.communication import HostCopies
-from planner.plan.kv_copies import host_copies
 from planner.plan.modelled_times import ModelledTimes
-from planner.plan.spec import PlanSpec, StagePlan
 from quant.common.errors import DeviceError
 
 if TYPE_CHECKING:  # drivers know of emulated times without transformers
@@ -71,40 +68,6 @@ class EmulatedClock:
     def modelled_s(self, now_s: float) -> float:
         """The modelled time at the clock's `now_s`: without the lateness of the last wait."""
         return max(self.reached_s, now_s - self._late_s)
-
-
-@dataclass(frozen=True)
-class ScaledTimes:
-    """A stage's modelled `times`, of which every second takes `scale` seconds. `copies`: those of
-    its keys and values to host memory and back (None: they take no time).
-    """
-
-    times: ModelledTimes
-    scale: float
-    copies: HostCopies | None = None
-
-    def compute_s(self, batch: MicroBatch) -> float:
-        computing_s = self.times.pass_s(batch.starts, batch.counts)
-        if self.copies is None:
-            return self.scale * computing_s
-        copied = (*batch.parks, *batch.restores, *batch.keeps)
-        copying_s = sum(self.copies.one_way_s(each.tokens) for each in copied)
-        return self.scale * (computing_s + copying_s)
-
-    def transfer_s(self, batch: MicroBatch) -> float:
-        tokens, answers = int(batch.counts.sum()), len(batch.sampled_rows)
-        return self.scale * self.times.transfer_s(tokens, answers)
-
-
-def emulated_times(plan: PlanSpec, stage: StagePlan) -> ScaledTimes | None:
-    """The times that `stage` is held to; None where its device is real or takes no modelled time.
-
-    Plans without tabulated times have constant ones, those of full micro-batches.
-    """
-    if not (stage.emulated and plan.time_scale):
-        return None
-    times = stage.modelled or ModelledTimes.constant(stage.prefill_s, stage.decode_s)
-    return ScaledTimes(times, plan.time_scale, host_copies(plan)[stage.index])
 
 
 _ARRIVAL = struct.Struct("<d")

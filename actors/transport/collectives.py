@@ -24,8 +24,9 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.transport.gloo_links import LOOPBACK, check_invited, gloo_group
+from actors.transport.gloo_links import check_invited, gloo_group
 from actors.transport.nccl import Communicator, broadcast_from, nccl_group
+from actors.transport.rendezvous import LOOPBACK
 from quant.common.errors import DeviceError, StageLostError
 
 

@@ -8,12 +8,10 @@ under Ray's token and TLS.
 from __future__ import annotations
 
 import hmac
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Lock
 from typing import Any, Protocol
@@ -24,32 +22,14 @@ from torch import Tensor
 
 from actors.transport.message_format import host_memory, message_bytes
 from actors.transport.nccl import GpuLink
+from actors.transport.rendezvous import Rendezvous
 from quant.common.errors import DeviceError, StageLostError
-
-CONTROL = "control"  # an actor's own thread for calls that must not wait for its work
-LOOPBACK = "127.0.0.1"
 
 KEYS_OF_AN_END = 8  # gloo writes one, as its calls show
 KEY_CHARACTERS = 64
 VALUE_BYTES = 4096  # gloo's has about 150 bytes, and few for each further end
 VALUE_BYTES_OF_AN_END = 256
 _LOOK_S = 0.01
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """The node address of each end, the seconds within which they must connect, and the `secret`
-    by which they know each other. `nccl`: hidden states go from GPU to GPU where they can.
-    """
-
-    hosts: tuple[str, ...]
-    timeout_s: float
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    nccl: bool = False
-
-    def address(self, index: int) -> str:
-        """The address on which end `index` listens: loopback where all ends are on one machine."""
-        return self.hosts[index] if len(set(self.hosts)) > 1 else LOOPBACK
 
 
 class Board(Protocol):

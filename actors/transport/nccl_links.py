@@ -16,12 +16,10 @@ import torch
 import torch.distributed
 
 from actors.transport.collectives import Meeting
-from actors.transport.gloo_links import Board, Links, Rendezvous, lost
+from actors.transport.gloo_links import Board, Links, lost
 from actors.transport.nccl import GpuLink, gpu_name, nccl_group
+from actors.transport.rendezvous import CONNECT_S, Rendezvous
 from quant.common.errors import DeviceError, StageLostError
-
-CONNECT_S = 10.0
-"""GPUs may take so long to connect; the driver waits for two neighbours."""
 
 _LONGEST = timedelta(hours=1)
 """Until a receiver is ready for what was sent, micro-batches before it are computed. Torch ends the

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from actors.messages import MicroBatch, Sampled, TokenIds
-from actors.transport.gloo_links import CONTROL, Links, LocalBoard, Rendezvous
+from actors.transport.gloo_links import Links, LocalBoard
 from actors.transport.message_format import Codec
 from actors.transport.nccl import GpuLink
+from actors.transport.rendezvous import CONTROL, Rendezvous
 from quant.common.errors import DeviceError, StageLostError
 
 ANSWER_S = 1800.0

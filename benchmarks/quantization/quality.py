@@ -29,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from actors.importance import measure_layers, what_is_seen
+from actors.importance import measure_layers
+from actors.random_sequences import what_is_seen
 from actors.stage.layer_stream import compute_on
 from benchmarks.lab import header, processor_name
 from benchmarks.quantization.quality_tables import (

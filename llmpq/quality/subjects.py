@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from actors.importance import measure_layers, what_is_seen
+from actors.importance import measure_layers
+from actors.random_sequences import what_is_seen
 from actors.stage.layer_stream import compute_on
 from llmpq.jobs.store import ModelNames
 from llmpq.model_check import checked_adapter
@@ -38,7 +39,8 @@ from quant.common.errors import SpecError
 from quant.devices import local_processor, take_device
 from quant.loading.cache_settings import cache_settings
 from quant.loading.emulated_kernels import Compute, LayerScheme
-from quant.rounding.importance import ImportanceStore, load_importance
+from quant.rounding.importance import load_importance
+from quant.rounding.importance_store import ImportanceStore
 from quant.scheme import FULL_BITS, GPTQ, ROUNDINGS, WEIGHTED, Processor
 
 
@@ -72,6 +74,7 @@ def weighed(
         store = ImportanceStore(known=load_importance(Path(options.importance)))
     else:
         store = measuring_store(cache, model, shape)
+    store = store or ImportanceStore()  # a plan for keys and values alone needs none
     seen = what_is_seen(shape)
     found = store.find(seen)
     if found is None:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from actors.messages import Sampling
 from actors.processes.placement import check_cpus
@@ -35,11 +34,8 @@ from quant.checkpoint.stored_tensors import is_offline, missing_in_hub_cache
 from quant.common.errors import CheckpointError, FieldError, PlanMismatchError, SpecError
 from quant.loading.cache_settings import CacheSettings
 from quant.rounding.importance_header import FOLDER, by_fingerprint, read_importance_header
+from quant.rounding.importance_store import ImportanceStore
 from quant.scheme import GPTQ
-
-if TYPE_CHECKING:
-    from quant.rounding.importance import ImportanceStore
-
 
 _COMMUTING = 2
 """Ranks whose sum is the same in any order."""
@@ -310,20 +306,21 @@ def importance_store(
     cache: CacheSettings,
     model: ModelNames,
     shape: ModelShape,
-) -> ImportanceStore:
-    """Where the stages of `plan` find importance, and keep what they measure.
+) -> ImportanceStore | None:
+    """Where the stages of `plan` find importance, and keep what they measure; None where they need
+    none.
 
     `file`: one that was asked for.
     Raises `SpecError` where it would not be used, `PlanMismatchError` where it is not what the plan
     was made with, `CheckpointError` for a file that cannot be used.
     """
-    from quant.rounding.importance import ImportanceStore, load_importance
-
     path = importance_file(plan, file, cache, shape)
     if path is not None:
+        from quant.rounding.importance import load_importance
+
         return ImportanceStore(known=load_importance(path))
     if not _is_needed(plan, shape):
-        return ImportanceStore()
+        return None
     return measuring_store(cache, model, shape)
 
 
@@ -357,8 +354,6 @@ def _is_needed(plan: PlanSpec, shape: ModelShape) -> bool:
 
 def measuring_store(cache: CacheSettings, model: ModelNames, shape: ModelShape) -> ImportanceStore:
     """A store for what is measured of the model."""
-    from quant.rounding.importance import ImportanceStore
-
     if not cache.enabled:
         return ImportanceStore(shape=shape.fingerprint())
     return ImportanceStore(cache.path / FOLDER, model_digest(*model), shape.fingerprint())

@@ -40,7 +40,7 @@ from quant.common.errors import SpecError
 if TYPE_CHECKING:
     from actors.live_group import LiveGroup
     from llmpq.remote.worker_forks import WorkerForks
-    from quant.rounding.importance import ImportanceStore
+    from quant.rounding.importance_store import ImportanceStore
 
 
 class CheckedModel:

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from actors.transport.gloo_links import Links, LocalBoard, Rendezvous
+from actors.transport.gloo_links import Links, LocalBoard
 from actors.transport.nccl_links import NcclLinks
+from actors.transport.rendezvous import Rendezvous
 
 HOST = "192.0.2.7"  # of no machine (RFC 5737): ends on one node do not listen there
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from actors.processes.stage_actor import StageActor
 from actors.transport import nccl_links
-from actors.transport.gloo_links import LOOPBACK, gloo_group
+from actors.transport.gloo_links import gloo_group
+from actors.transport.rendezvous import LOOPBACK
 
 _LOOK_S = 0.001
 _KEPT: list[Any] = []  # when it is freed, gloo's waits for those that are stopped

@@ -9,7 +9,7 @@ import torch
 
 from actors.profiling import links
 from actors.profiling.links import End
-from actors.transport.gloo_links import Rendezvous
+from actors.transport.rendezvous import Rendezvous
 from tests.actors.pretend_nccl import PretendGpus
 
 

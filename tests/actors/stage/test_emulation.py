@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 
 from actors.messages import MicroBatch, Park, Sampled
-from actors.stage.emulation import (
-    EmulatedClock,
-    EmulatedLink,
-    EmulatedStage,
-    ScaledTimes,
-    emulated_times,
-    warm_up,
-)
+from actors.stage.emulation import EmulatedClock, EmulatedLink, EmulatedStage, warm_up
+from actors.stage.scaled_times import ScaledTimes, emulated_times
 from actors.stage.spec import check_planned_memory, stage_spec, stand_in_spec
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import COPY_LAUNCH_S

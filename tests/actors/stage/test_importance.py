@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from actors.importance import (
-    MOST_SEQUENCES,
-    SEQUENCE_TOKENS,
     measure_stage,
-    random_sequences,
     random_token_ids,
 )
+from actors.random_sequences import MOST_SEQUENCES, SEQUENCE_TOKENS, random_sequences
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
 from quant.common.errors import CheckpointError

@@ -28,9 +28,10 @@ from actors.messages import (
     Sampling,
     TokenRange,
 )
-from actors.transport.gloo_links import FRAME_BYTES, Links, LocalBoard, Rendezvous
+from actors.transport.gloo_links import FRAME_BYTES, Links, LocalBoard
 from actors.transport.message_format import decode, encode, message_bytes
 from actors.transport.pipelines import BoardKeeper
+from actors.transport.rendezvous import Rendezvous
 from quant.common.errors import DeviceError, StageLostError
 from tests.actors.linking import HOST, meet
 

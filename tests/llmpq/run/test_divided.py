@@ -13,11 +13,11 @@ import ray
 
 from actors.handover.group import DividedGroup
 from actors.messages import Finished, Request, Sampling
-from actors.processes.ranks import HANDOVER
 from actors.processes.stage_actor import StageActor
 from actors.recovery.faults import RunInterruptedError
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
+from actors.transport.rendezvous import HANDOVER
 from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
 from tests.actors.configs import CONFIGS

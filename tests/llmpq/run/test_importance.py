@@ -21,7 +21,7 @@ from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.stage.layer_stream import compute_on
 from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
-from actors.transport.gloo_links import CONTROL
+from actors.transport.rendezvous import CONTROL
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli.measure.quality import indicator_main
 from llmpq.run.checkpoint import importance_store
@@ -32,13 +32,13 @@ from quant.loading.cache_settings import CacheSettings
 from quant.loading.emulated_kernels import LayerScheme
 from quant.rounding.importance import (
     Importance,
-    ImportanceStore,
     LayerImportance,
     digest_of_inputs,
     keep_file,
     load_importance,
 )
 from quant.rounding.importance_header import FOLDER, SUFFIX, by_fingerprint
+from quant.rounding.importance_store import ImportanceStore
 from tests.actors.configs import CONFIGS, LAYERS, VOCABULARY
 from tests.actors.models import random_prompts, save_tiny
 from tests.llmpq.conftest import ONE_DEVICE
@@ -91,9 +91,15 @@ def expected(tiny: tuple[Path, Any]) -> list[LayerImportance]:
 
 
 def test_stages_measure_once_and_whoever_comes_later_gets_the_same(
-    local_ray: None, tiny: tuple[Path, Any], three_bit: Plan, tmp_path: Path
+    local_ray: None,
+    tiny: tuple[Path, Any],
+    three_bit: Plan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stage that takes another's place, and a group of another partition."""
+    """A stage that takes another's place, a group of another partition, and one on the driver's
+    machine.
+    """
     folder, events = tmp_path / FOLDER, list[RecoveryEvent]()
     store = ImportanceStore(folder, "tiny")
     options = GroupOptions(
@@ -122,6 +128,12 @@ def test_stages_measure_once_and_whoever_comes_later_gets_the_same(
     options = replace(options, importance=ImportanceStore(folder, "tiny"))
     with KnowingGroup(alone.spec, str(tiny[0]), options) as group:
         assert group.digests(0) == own
+    monkeypatch.setattr("actors.stage_group.has_stage_environment", lambda: True)
+    unread = ImportanceStore(folder, "tiny")
+    options = replace(options, importance=unread)
+    with KnowingGroup(three_bit.spec, str(tiny[0]), options) as group:
+        assert [group.digests(index) for index in range(3)] == first
+        assert unread.known is None, "a stage has read the file"
 
 
 def planned(plan: Plan, found: Importance, path: Path) -> Plan:

@@ -14,7 +14,6 @@ from torch import Tensor
 from quant.common.errors import CheckpointError, InputError
 from quant.rounding.importance import (
     Importance,
-    ImportanceStore,
     InputStatistics,
     LayerImportance,
     digest_of_inputs,
@@ -22,6 +21,7 @@ from quant.rounding.importance import (
     save_importance,
 )
 from quant.rounding.importance_header import read_importance_header
+from quant.rounding.importance_store import ImportanceStore
 
 Edit = Callable[[dict[str, Tensor], dict[str, str]], None]
 
