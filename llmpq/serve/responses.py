@@ -94,7 +94,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
     for number, item in enumerate(_objects(value, "input")):
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thought = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+            thought = _thought(item)
             continue
         message = _message(item, kind, f"input[{number}]")
         if message["role"] == "assistant":
@@ -106,6 +106,17 @@ def _messages(value: object) -> list[dict[str, Any]]:
         else:
             found.append(message)
     return found
+
+
+def _thought(item: Mapping[str, Any]) -> str:
+    """What a model has reasoned before; how templates write that is theirs to decide."""
+    parts = item.get("content")
+    texts = (
+        [part.get("text") for part in parts if isinstance(part, dict)]
+        if isinstance(parts, list)
+        else []
+    )
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _message(item: Mapping[str, Any], kind: object, place: str) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def _read_objects(text: str) -> tuple[list[_Call], str]:
     return calls, ""
 
 
-_NAMED_CALL = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?(?=\s*\{)")
+_NAMED_CALL = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 
 
 def _read_mistral(text: str) -> tuple[list[_Call], str]:

@@ -23,6 +23,7 @@ JSON = {"content-type": "application/json"}
 NOW_S = 1_750_000_000
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 ENDLESS_S = 300.0
 """No scenario takes so long, however slow the machine is."""
 

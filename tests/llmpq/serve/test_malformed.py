@@ -13,6 +13,7 @@ from tests.llmpq.serve.asking import (
     CHAT,
     COMPLETIONS,
     JSON,
+    RESPONSES,
     chat,
     client_of,
     completion,
@@ -21,7 +22,17 @@ from tests.llmpq.serve.asking import (
 )
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
-FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "suffix", "echo"})
+FIELDS = sorted(
+    {
+        *CompletionBody.model_fields,
+        *ChatBody.model_fields,
+        "suffix",
+        "echo",
+        "input",
+        "text",
+        "store",
+    }
+)
 LEAVES = (
     st.none()
     | st.booleans()
@@ -29,9 +40,11 @@ LEAVES = (
     | st.sampled_from([0, 1, 2**31, 2**53, 2**63, 10**400, -1, 1e308])
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5)
-    | st.sampled_from(["pretend", "user", "text", "\ud800", "\0"])
+    | st.sampled_from(
+        ["pretend", "user", "text", "function", "reasoning", "required", "\ud800", "\0"]
+    )
 )
-KEYS = st.sampled_from(["role", "content", "type", "text", "include_usage", "97"]) | st.text(
+KEYS = st.sampled_from(["role", "content", "type", "text", "format", "name", "97"]) | st.text(
     max_size=3
 )
 VALUES = st.recursive(
@@ -39,11 +52,12 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
+BASES = {COMPLETIONS: completion(), CHAT: chat(), RESPONSES: {"model": "pretend", "input": "Hello"}}
 CHANGES = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=4), VALUES, max_size=3)
 
 
-@settings(max_examples=60)
-@given(st.sampled_from([COMPLETIONS, CHAT]), CHANGES, st.booleans())
+@settings(max_examples=90)
+@given(st.sampled_from([COMPLETIONS, CHAT, RESPONSES]), CHANGES, st.booleans())
 def test_any_fields(path: str, changes: dict[str, object], is_streamed: bool) -> None:
     """Beside a request that goes on meanwhile, and ends as if nothing had happened."""
 
@@ -54,7 +68,7 @@ def test_any_fields(path: str, changes: dict[str, object], is_streamed: bool) ->
             while not engine.is_holding:
                 await asyncio.sleep(0)
             engine.hold_after = None
-            base = completion() if path == COMPLETIONS else chat()
+            base = BASES[path]
             content = json.dumps({**base, "stream": is_streamed, **changes}).encode()
             response = await client.post(path, content=content, headers=JSON)
             assert response.status_code in (200, 400, 404)

@@ -13,10 +13,9 @@ from pydantic import BaseModel, TypeAdapter
 from llmpq.rows.row import Row
 from llmpq.serve.engine import EngineLimits, GenerationError
 from llmpq.tokenizing.reasoning import Markers
-from tests.llmpq.serve.asking import CHAT, ask, chat, error_of, run, serving, url
+from tests.llmpq.serve.asking import CHAT, RESPONSES, ask, chat, error_of, run, serving, url
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
-RESPONSES = "/v1/responses"
 CALL = '<tool_call>{"name": "look", "arguments": {"town": "Ulm"}}</tool_call>'
 LOOK: dict[str, Any] = {"type": "function", "name": "look", "strict": True, "parameters": {}}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
