@@ -190,7 +190,9 @@ def _without(logits: Tensor, rows: Sequence[int], words: Words) -> Tensor:
     where, octets, table = on_device(logits.device, np.array(rows), words.view(np.uint8), kinds)
     most = functional.embedding(octets.int(), table.to(logits.dtype)).view(len(rows), -1)
     missing = logits.shape[-1] - most.shape[-1]
-    most = functional.pad(most, (0, missing), value=-torch.inf)  # cut where it is below 0
+    if missing > 0:
+        most = functional.pad(most, (0, missing), value=-torch.inf)
+    most = most[:, : logits.shape[-1]]
     if len(rows) == len(logits):
         return torch.minimum(logits, most)
     changed = logits.clone()

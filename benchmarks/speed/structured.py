@@ -1,27 +1,28 @@
-"""What a JSON schema costs: tokens/s of 32 rows with one and without, on this CPU.
+"""What a JSON schema costs: decode steps of 32 rows with one and without, on this CPU.
 
-    python -m benchmarks.speed.structured [--model FOLDER] [--tokens 96] [--passes 5]
+    python -m benchmarks.speed.structured [--model FOLDER] [--turns 8]
 
 SmolLM2-135M-Instruct unless another model is given: the smaller the model, the larger the share of
-masks. Both kinds of rows go through the same warm stage, pass by pass in turn, and have the same
-number of tokens: the schema is of a list that does not end before. Ratios are taken pass by pass;
-the first passes warm up. The lines before are of one form in one process, without a model: loading
-the vocabulary, compiling, a row's mask, and the masking of all rows' logits.
+masks. One stage with all layers has both kinds of rows, which take turns of eight steps; every row
+gets its own tokens, and the schema is of a list that does not end before. Ratios are taken turn by
+turn; the first warms up. Seconds are those of one core, of all threads of the process together, so
+that masks count although they are made beside, and other programs do not. The lines before are of
+the form alone: loading the vocabulary, compiling, a row's mask, and masking all rows' logits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from benchmarks.lab import header, processor_name, spread, table_row
 
-ROWS, PROMPT_TOKENS = 32, 32
+ROWS, PROMPT_TOKENS, STEPS = 32, 32, 8
 PERSON = {
     "type": "object",
     "properties": {
@@ -82,46 +83,90 @@ def parts(folder: Path, steps: int) -> list[str]:
     ]
 
 
-def race(folder: Path, tokens: int, passes: int) -> list[str]:
-    """Rows of a table with tokens/s of both kinds of rows, and their ratios."""
-    from benchmarks.speed.throughput_contestants import CLUSTER, CORES
-    from llmpq import Cluster, Workload
+class Rows:
+    """Rows of one kind in a stage, from slot `first` on; greedy."""
 
-    with tempfile.TemporaryDirectory() as name:
-        cluster = Path(name) / "cluster.yaml"
-        cluster.write_text(CLUSTER.format(stages=1, threads=CORES))
-        workload = Workload(ROWS, PROMPT_TOKENS, tokens)
-        plan = Cluster.from_yaml(cluster).plan(folder, workload, theta=0.0, bits=[16])
-        rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        with plan.session(ignore_eos=True, generation_config="none") as session:
-            for turn in range(passes + 1):
-                for place, (kind, form) in enumerate(KINDS.items()):
-                    own = len(KINDS) * turn + place + 3  # no pass begins as another
-                    prompts = [[own, *range(n + 3, n + PROMPT_TOKENS + 2)] for n in range(ROWS)]
-                    began = perf_counter()
-                    made = [len(r.token_ids) for r in session.run(prompts, structured_outputs=form)]
-                    assert made == [tokens] * ROWS, made
-                    if turn:
-                        rates[kind].append(sum(made) / (perf_counter() - began))
-    ratios = [a / b for a, b in zip(rates["with"], rates["without"], strict=True)]
-    shown = [table_row((f"{kind} a schema", spread(each, 0))) for kind, each in rates.items()]
-    return [*shown, table_row(("with / without", spread(ratios, 3)))]
+    def __init__(self, stage: Any, first: int, longest: int, form: Any) -> None:
+        import numpy as np
+        import torch
+
+        from actors.messages import Admission, MicroBatch, Sampling, TokenRange
+
+        self._stage, self._slots = stage, np.arange(first, first + ROWS)
+        begins, tokens = self._slots * longest, np.full(ROWS, PROMPT_TOKENS)
+        sampling = Sampling(ignore_eos=True, structured_outputs=form or "")
+        admitted = tuple(
+            Admission(slot, str(slot), 10**9, sampling, room=TokenRange(slot * longest, longest))
+            for slot in self._slots.tolist()
+        )
+        self._decode = MicroBatch(self._slots, tokens, tokens * 0 + 1, begins)
+        prompts = torch.arange(ROWS * PROMPT_TOKENS) % 1000 + 3
+        self._next = stage.step(
+            MicroBatch(self._slots, tokens * 0, tokens, begins, admitted), prompts
+        )
+
+    def turn(self) -> float:
+        """Seconds of a core for a step, over `STEPS` of them."""
+        import torch
+
+        began = process_time()
+        for _ in range(STEPS):
+            self._next = self._stage.step(self._decode, torch.from_numpy(self._next.token_ids))
+            assert not any(self._next.finish_reasons)
+            self._decode = replace(self._decode, starts=self._decode.starts + 1)
+        return (process_time() - began) / STEPS
+
+
+def race(folder: Path, turns: int) -> list[str]:
+    """Rows of a table with the milliseconds of both kinds of steps, tokens/s, and their ratios."""
+    import torch
+
+    from actors.stage.spec import StageSpec
+    from actors.stage.stage import Stage
+    from planner.model.finding import model_shape
+    from quant.devices import local_processor
+
+    longest, layers = PROMPT_TOKENS + STEPS * (turns + 1) + 1, model_shape(folder).layers
+    spec = StageSpec(
+        index=0, stages=1, layers=range(layers), bitwidths=(16,) * layers, slots=2 * ROWS,
+        max_tokens=longest, kv_tokens=2 * ROWS * longest, dtype="bfloat16",
+    )  # fmt: skip
+    device = torch.device("cpu")
+    stage = Stage(spec, folder, device, local_processor(device))
+    rows = {kind: Rows(stage, ROWS * n, longest, KINDS[kind]) for n, kind in enumerate(KINDS)}
+    took = {kind: [] for kind in KINDS}
+    for _ in range(turns + 1):
+        for kind, each in rows.items():
+            took[kind].append(each.turn())
+    ratios = [b / a for a, b in zip(took["with"][1:], took["without"][1:], strict=True)]
+    return [
+        *(
+            table_row((f"{kind} a schema", spread([s * 1e3 for s in each[1:]], 1),
+                       spread([ROWS / s for s in each[1:]], 0)))
+            for kind, each in took.items()
+        ),
+        table_row(("with / without", "", spread(ratios, 3))),
+    ]  # fmt: skip
 
 
 def main() -> None:
+    import torch
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, help="folder (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=8)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     if options.model is None:
         from benchmarks.quantization.models import smollm2
 
         options.model = smollm2()
     print(f"{processor_name()}; {options.model.name}, {len(json.dumps(FORM))} bytes of schema\n")
-    print(header(("part", "time")), *parts(options.model, options.tokens), sep="\n", flush=True)
-    lines = race(options.model, options.tokens, options.passes)
-    print("\n" + header((f"{ROWS} rows", "tokens/s")), *lines, sep="\n")
+    print(
+        header(("part", "time")), *parts(options.model, STEPS * options.turns), sep="\n", flush=True
+    )
+    print("\n" + header((f"{ROWS} rows", "ms of a core for a step", "tokens/s of a core")))
+    print(*race(options.model, options.turns), sep="\n")
 
 
 if __name__ == "__main__":
