@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -86,6 +87,7 @@ class Repair:
         asked: dict[int, ObjectRef[list[LayerImportance]]] = {}
         for stage in stages:
             hidden, asked[stage.index] = stage.measure_importance(hidden)
+        import_module("quant.rounding.importance")  # meanwhile: the answers are of it
         hang_s = self.recovery.hang_s
         check = LivenessCheck(stages, self._answers, hang_s, may_start=True)
         try:

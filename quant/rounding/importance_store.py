@@ -49,11 +49,11 @@ class ImportanceStore:
     def find(self, seen: str) -> Importance | None:
         """What is known or kept of `seen`; a damaged file counts as missing, with a warning."""
         if self.known is None and self._folder is not None:
-            from quant.rounding.importance import load_importance
-
             path = self._path(seen)
             try:
                 if path.is_file():
+                    from quant.rounding.importance import load_importance
+
                     self.known = self._checked(load_importance(path), path)
                     with suppress(OSError):  # a folder that may only be read
                         os.utime(path)
