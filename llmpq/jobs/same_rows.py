@@ -10,7 +10,7 @@ from typing import Any
 
 from llmpq.jobs.file_format import json_value
 from llmpq.jobs.result_lines import is_openai_line, result_identity
-from llmpq.rows.results import REASONING, Result
+from llmpq.rows.results import CALLS, REASONING, Result
 from llmpq.rows.row import Row
 from llmpq.rows.sampling import merge_sampling
 
@@ -89,16 +89,14 @@ class SharedResults:
                 row = _as_row(row)
             names = ("text", "token_ids", "finish_reason")
             values: dict[str, Any] = {name: row.get(name) for name in names}
-            more = {REASONING: row[REASONING]} if REASONING in row else {}
-            result = Result(found.custom_id, **values, columns=more)
+            result = Result(found.custom_id, **values, columns=_made(row))
             result = replace(result, prompt_tokens=row.get("prompt_tokens"))
             self.keep(found.fingerprint, result)
 
     def keep(self, fingerprint: str, result: Result) -> None:
         """Keep the result of a row that others are the same as; of another one nothing."""
-        columns = result.columns
-        more = {REASONING: columns[REASONING]} if REASONING in columns else {}
-        content = {**{name: getattr(result, name) for name in _KEPT}, "columns": more}
+        content = {name: getattr(result, name) for name in _KEPT}
+        content["columns"] = _made(result.columns)
         self._database.execute(
             "UPDATE shared SET taken = 1, result = ? WHERE fingerprint = ? AND result IS NULL",
             (json.dumps(content), fingerprint),
@@ -124,6 +122,7 @@ class SharedResults:
         self._database.close()
 
 
+_MADE = (REASONING, CALLS)
 _KEPT = ("custom_id", "text", "token_ids", "finish_reason", "error", "prompt_tokens")
 
 
@@ -141,4 +140,12 @@ def _as_row(line: Mapping[str, Any]) -> Mapping[str, Any]:
         "finish_reason": choice["finish_reason"],
         "prompt_tokens": usage["prompt_tokens"],
     }
-    return {**row, REASONING: message[REASONING]} if REASONING in message else row
+    return {**row, **{name: message[name] for name in _MADE if name in message}}
+
+
+def _made(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that an answer has brought; calls are JSON text in a row of CSV."""
+    made = {name: columns[name] for name in _MADE if name in columns}
+    if isinstance(made.get(CALLS), str):
+        made[CALLS] = json_value(made[CALLS])
+    return made

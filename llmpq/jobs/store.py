@@ -38,6 +38,7 @@ from quant.checkpoint.gguf.folder import gguf_index
 from quant.checkpoint.model_reference import is_local_model
 from quant.checkpoint.stored_tensors import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from quant.common.errors import CheckpointError, InputError
+from quant.common.url_files import is_url
 
 MANIFEST_VERSION = 1
 MANIFEST, LOCK, JOURNAL = "job.json", "lock", "job.journal"
@@ -112,7 +113,7 @@ def model_digest(folder: Path, reference: str, adapter: str | None = None) -> st
         for name in _READ_WHOLE:
             if (folder / name).is_file():
                 seen.update(name.encode() + (folder / name).read_bytes())
-        if is_local_model(Path(reference)):
+        if is_url(reference) or is_local_model(Path(reference)):
             described = gguf_index(folder)
             files = sorted(folder.glob("*.safetensors")) if described is None else described.paths
             for path in files:

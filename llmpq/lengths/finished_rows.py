@@ -51,7 +51,7 @@ def read_finished(
     if results:
         lengths: dict[str, int] = {}
         for path in results:
-            lengths |= result_lengths(Path(path).expanduser())
+            lengths |= result_lengths(path)
         found = _joined(JobInput.find(inputs), lengths)
     else:
         found = _with_lengths(inputs)
@@ -65,7 +65,7 @@ def read_finished(
     return rows
 
 
-def result_lengths(path: Path) -> Mapping[str, int]:
+def result_lengths(path: str | Path) -> Mapping[str, int]:
     """Tokens of answers by `custom_id`, of an output of `llmpq run` or of OpenAI's batches."""
     outputs = read_measured(path).outputs
     if outputs is None:

@@ -32,6 +32,7 @@ from planner.workload import check_length
 from quant.checkpoint.model_reference import is_local_model, local_path, resolve
 from quant.checkpoint.stored_tensors import is_offline, missing_in_hub_cache
 from quant.common.errors import CheckpointError, FieldError, PlanMismatchError, SpecError
+from quant.common.url_files import is_url
 from quant.loading.cache_settings import CacheSettings
 from quant.rounding.importance_header import FOLDER, by_fingerprint, read_importance_header
 from quant.rounding.importance_store import ImportanceStore
@@ -121,12 +122,14 @@ def _check_rooms(fleet: FleetSpec, source: str) -> None:
 
 def checkpoint_reference(plan: PlanSpec, model: str | None) -> str:
     """The place of the weights in a form that is valid on every node: an absolute folder or GGUF
-    file, or a hub id.
+    file, a hub id or a URL.
 
     That is `model` if given, else what the plan was made from.
     """
     reference = model or plan.model.source
     named = local_path(reference, "give a folder or a hub id")
+    if is_url(reference):
+        return reference
     if named is None or not is_local_model(named):
         return reference
     # A link to a GGUF file may lead to one of another name, as in the hub's cache.

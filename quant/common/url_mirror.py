@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.common.errors import InputError
-from quant.common.files import user_state_folder, write_whole
+from quant.common.files import user_cache_folder, user_state_folder, write_whole
 from quant.common.url_files import (
     UrlFile,
     changed_while_read,
@@ -260,6 +260,24 @@ class UrlMirror:
 
     def _write_record(self, record: _Record) -> None:
         write_whole(self.local.parent / _RECORD, json.dumps(asdict(record)))
+
+
+def fetched(url: str) -> Path:
+    """A copy of the file behind `url` in the user's cache, of its present state.
+
+    Raises OSError, and `InputError` for a URL that cannot be used.
+    """
+    fs, path = file_system(url)
+    info = fresh_info(fs, path, url)
+    if info["type"] == "directory":
+        raise InputError(f"{url} is a folder; name a file")
+    file = UrlFile(url, fs, path, info.get("size"))
+    state = repr(file.identity()).encode()
+    folder = hashlib.blake2b(state, digest_size=8).hexdigest()
+    target = user_cache_folder() / "files" / folder / file.name
+    if not target.exists() or not file.identity().is_settled:
+        fetch(file, target)
+    return target
 
 
 def _aside(path: str) -> str:

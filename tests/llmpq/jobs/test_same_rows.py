@@ -18,7 +18,7 @@ from llmpq.jobs.job import JobOptions, OpenJob, open_output
 from llmpq.jobs.result_lines import OutputOptions
 from llmpq.jobs.same_rows import SameShare
 from llmpq.jobs.store import JobIdentity
-from llmpq.rows.results import REASONING
+from llmpq.rows.results import CALLS, REASONING
 from llmpq.rows.row import BadRow, Row, row_from_mapping
 from tests.llmpq.fake_jobs import IDENTITY, SMALL_SHARDS, answer, results_in, write_prompts
 
@@ -192,18 +192,32 @@ def without_times(response: dict[str, Any]) -> dict[str, Any]:
     return {**response, "body": {**response["body"], "created": 0}}
 
 
-def test_reasoning_is_copied_before_own_columns(tmp_path: Path) -> None:
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+MADE = {REASONING: "because", CALLS: [CALL]}
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet", "openai.jsonl"])
+def test_what_an_answer_brings_is_copied_before_own_columns(tmp_path: Path, name: str) -> None:
+    """From this run, and from a finished file."""
     twins = [
         {"custom_id": f"q{n}", "messages": [{"role": "user", "content": "x"}], "number": n}
-        for n in range(2)
+        for n in range(4)
     ]
-    source = write_prompts(tmp_path / "in.jsonl", *twins)
-    with open_output(str(tmp_path / "out.jsonl"), SMALL_SHARDS, ()) as output:
-        job = OpenJob(JobInput.find([source]), output, IDENTITY, DEDUPE)
-        for result in answer(job.todo()):
-            job.write(replace(result, columns={REASONING: "because", **result.columns}))
-        copies = list(job.copies())
-    assert [dict(each.columns) for each in copies] == [{REASONING: "because", "number": 1}]
+    form = replace(SMALL_SHARDS, output_format="openai" if name == "openai.jsonl" else "rows")
+    source = write_prompts(tmp_path / "in.jsonl", twins[0])
+    for given, count in ((twins[:2], 1), (twins, 2)):
+        write_prompts(source, *given)
+        with open_output(str(tmp_path / name), form, ()) as output:
+            job = OpenJob(JobInput.find([source]), output, IDENTITY, replace(DEDUPE, extend=True))
+            for result in answer(job.todo()):
+                job.write(replace(result, columns={**MADE, **result.columns}, prompt_tokens=5))
+            for result in job.copies():
+                number = {"number": int(result.custom_id[1:])}
+                assert list(result.columns.items()) == [*MADE.items(), *number.items()]
+                job.write(result)
+                count -= 1
+            job.finish()
+        assert count == 0
 
 
 def test_a_job_that_draws_shares_nothing(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.overview.places import find_job
 from llmpq.jobs.result_lines import OutputOptions
 from llmpq.jobs.row_database import Tally
+from llmpq.workload.measured_lengths import read_measured
 from quant.common import url_files
 from quant.common.errors import InputError
 from quant.common.url_mirror import local_place
@@ -83,6 +84,7 @@ for _name in ("info", "ls", "put_file", "mv", "pipe_file", "rm_file"):
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlakyFileSystem]:
     monkeypatch.setattr(url_files, "BACKOFF_S", 0.0)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fsspec.register_implementation("flaky", FlakyFileSystem, clobber=True)
     FlakyFileSystem.faults = []
     yield FlakyFileSystem()
@@ -109,6 +111,16 @@ def results_at(url: str, tmp_path: Path, left: str = "none") -> dict[str, dict[s
         return results_in(copy)
     assert names == {Path(url).name}
     return results_in(copy / Path(url).name)
+
+
+def test_lengths_of_an_output_there(store: FlakyFileSystem, source: Path) -> None:
+    run_job(source, FILE)
+    measured = read_measured(FILE)
+    assert measured.outputs == {f"q{n}": len(f"prompt {n}") for n in range(5)}
+    with pytest.raises(InputError, match="no such file, or no such bucket"):
+        read_measured("flaky://bucket/none.jsonl")
+    with pytest.raises(InputError, match="is a folder; name a file"):
+        read_measured("flaky://bucket")
 
 
 @pytest.mark.parametrize("url", [FILE, FOLDER, "flaky://bucket/out.csv.gz", "flaky://out.parquet"])
