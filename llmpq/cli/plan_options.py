@@ -29,7 +29,7 @@ _EXAMPLES = (
 _GROUPS = {
     "what to plan": "model model_name model_size adapters",
     "prompts": "input prompts prompt_length new_tokens global_batch in_flight lengths long_rows "
-    "percentile shared_tokens chat_template chat_template_kwargs add_special_tokens",
+    "percentile shared_tokens chat_template chat_template_kwargs add_special_tokens tool_parser",
     "cluster": "cluster device_names device_numbers address write_cluster memory_margin "
     "tensor_parallel replicas keep_all_devices",
     "speed against quality": "quality theta max_omega max_ppl_delta max_latency_s",

@@ -133,7 +133,7 @@ def job_of_input(
       a CSV `prompt_tokens,output_tokens`, or an output of `llmpq run` over these prompts. If it is
       not finished, the rows that it has no result for are planned.
     - `prompting`: how prompts become tokens, as of `Plan.run`: `chat_template` (a file),
-      `chat_template_kwargs`, `add_special_tokens`.
+      `chat_template_kwargs`, `add_special_tokens`, `tool_parser`.
 
     Bad rows are left out. Raises `InputError` where no row can be used, SpecError for options.
     """
