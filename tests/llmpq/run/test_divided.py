@@ -194,7 +194,7 @@ def test_another_schedule_is_followed_in_the_middle_and_after_a_death(
     assert again == right(COUNT, greedy)
     after = group.observer.figures()[2].decode
     steps = after.micro_batches - before.micro_batches
-    assert (after.requests - before.requests) / steps > 2.5
+    assert (after.requests - before.requests) / steps > 2  # not with the schedule before
     assert group.parked() == [0] * 4
 
 
