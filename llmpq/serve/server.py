@@ -115,7 +115,7 @@ def _openai(service: Service) -> APIRouter:
         return await service.answer(request, response_body(given), partial(ResponseJob, given))
 
     for path, what in _NOT_SERVED.items():
-        router.add_api_route(path, _not_served(what), methods=["POST"])
+        router.add_api_route(path, _not_served(what), methods=["GET", "POST"])
 
     return router
 
