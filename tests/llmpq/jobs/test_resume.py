@@ -320,7 +320,7 @@ def test_how_prompts_become_tokens_is_a_part_of_a_job(
     kwargs = {"enable_thinking": False}
     unset, job = (
         PromptingOptions().prompting,
-        PromptingOptions(tmp_path / "t.jinja", kwargs, False).prompting,
+        PromptingOptions(tmp_path / "t.jinja", kwargs, False, "hermes").prompting,
     )
     row = Row("a", text="p")
     before = replace(IDENTITY, prompting=unset.identity)
