@@ -249,6 +249,8 @@ class OpenJob:
                 self._columns.update(row.columns)
             if isinstance(row, Row):
                 tokens = row.sampling.get("max_new_tokens") or most
+                if row.answers > 1 and not self._is_greedy(row):
+                    tokens *= row.answers
             elif options.stop_at_error:
                 name = self._source.place_name(place)
                 raise InputError(f"{name}, row {shown_id(row.custom_id)}: {row.error}")

@@ -27,6 +27,7 @@ from llmpq.rows.answers import (
     BAD_LINE,
     ChatForm,
     CompletionForm,
+    Form,
     Head,
     Json,
     TextPiece,
@@ -36,7 +37,15 @@ from llmpq.rows.answers import (
     usage_content,
     written_line,
 )
-from llmpq.rows.results import CALLS, FINGERPRINT, PREFIX, REASONING, RESULT_FIELDS, Result
+from llmpq.rows.results import (
+    CALLS,
+    FINGERPRINT,
+    GENERATIONS,
+    PREFIX,
+    REASONING,
+    RESULT_FIELDS,
+    Result,
+)
 from llmpq.rows.row import FINGERPRINT_HEX, digest
 from planner.option_rules import flag, option
 from quant.common.errors import InputError
@@ -111,10 +120,13 @@ def openai_line(result: Result, fingerprint: str, model_name: str, is_chat: bool
     name = fingerprint.replace("-", "") + digest({"id": result.custom_id}, _ID_HEX)
     response = error = None
     columns = dict(result.columns)
-    told = {"reasoning": columns.pop(REASONING, None), "calls": _calls(columns.pop(CALLS, None))}
+    first = {name: getattr(result, name) for name in ("text", "token_ids", "finish_reason")}
+    first |= {name: columns.pop(name, None) for name in (REASONING, CALLS)}
+    answers = columns.pop(GENERATIONS, None) or [first]
     if result.error is None:
         head = Head(name, int(time.time()), model_name)
-        response = line_response(HTTPStatus.OK, _body(result, head, is_chat, told), name)
+        body = _body(answers, result.prompt_tokens or 0, head, is_chat)
+        response = line_response(HTTPStatus.OK, body, name)
     else:
         code = BAD_LINE if result.prompt_tokens is None else FAILED
         error = {"code": code, "message": result.error}
@@ -131,17 +143,22 @@ def _calls(column: Sequence[Mapping[str, Any]] | None) -> tuple[ToolCall, ...]:
     return tuple(ToolCall(number, call["id"], **call["function"]) for number, call in calls)
 
 
-def _body(result: Result, head: Head, is_chat: bool, told: Mapping[str, Any]) -> Json:
+def _body(
+    answers: Sequence[Mapping[str, Any]], prompt_tokens: int, head: Head, is_chat: bool
+) -> Json:
     form = ChatForm(False) if is_chat else CompletionForm(False)
-    new_tokens = len(result.token_ids)
-    text, reason = result.text or "", result.finish_reason
-    piece = TextPiece(0, text, new_tokens, finish_reason=reason, **told)
-    choice = dict(form.whole(piece))
-    if result.text is None:  # the model has no tokenizer
-        choice["token_ids"] = list(result.token_ids)
-    content = head.content(form.whole_kind, [choice])
-    usage = usage_content(result.prompt_tokens or 0, new_tokens)
+    choices = [_choice(form, *each) for each in enumerate(answers)]
+    content = head.content(form.whole_kind, choices)
+    usage = usage_content(prompt_tokens, sum(len(answer["token_ids"]) for answer in answers))
     return {**content, "id": f"{form.prefix}-{head.id}", "usage": usage}
+
+
+def _choice(form: Form, index: int, answer: Mapping[str, Any]) -> Json:
+    text, token_ids, reason = (answer[name] for name in ("text", "token_ids", "finish_reason"))
+    calls, reasoning = _calls(answer.get(CALLS)), answer.get(REASONING)
+    piece = TextPiece(index, text or "", 0, finish_reason=reason, reasoning=reasoning, calls=calls)
+    told = {} if text is not None else {"token_ids": list(token_ids)}  # there is no tokenizer
+    return {**form.whole(piece), **told}
 
 
 def is_openai_line(row: Mapping[str, Any]) -> bool:

@@ -45,6 +45,12 @@ PROMPT_OPTIONS = (
 CALL_OPTIONS = ("tool_choice", "parallel_tool_calls")
 """Which calls of tools an answer may have."""
 
+ANSWERS = "n"
+"""How many answers a row or a request has."""
+
+MOST_ANSWERS = 128
+"""The largest `n`, as in OpenAI's interface."""
+
 OBJECTS = ("sampling", "sampling_params", "generation_config", "generation_kwargs", "extra_body",
            "parameters", "options")  # fmt: skip
 """Objects that hold fields: ours, and those of vLLM, transformers, OpenAI's client, TGI, Ollama."""
@@ -63,6 +69,7 @@ SPELLINGS: Mapping[str, str] = {
     "n_predict": "max_new_tokens",
     "num_predict": "max_new_tokens",
     "min_new_tokens": "min_tokens",
+    "num_return_sequences": ANSWERS,
     "random_seed": "seed",
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
@@ -89,8 +96,9 @@ value of them changes what is generated.
 
 _IN_WORDS = "ask for it in the prompt, or leave it out"
 _NOT_FOLLOWED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "one answer a row: repeat the row with another seed": {
-        "best_of": (1,), "n": (1,), "num_return_sequences": (1,),
+    "all n answers are returned, none is left out: give n alone": {"best_of": (1,)},
+    "text is generated, not embedded or scored: leave it out, or take another program": {
+        "task": ("generate",),
     },
     "tokens are chosen one after the other, without beams: leave it out": {
         "beam_width": (1,), "constraints": (), "diversity_penalty": (0,), "dola_layers": (),
@@ -179,7 +187,7 @@ _EMPTY: tuple[Any, ...] = (False, "", [], {})
 """Values at which fields that have no others ask for nothing."""
 
 _FOLLOWED = frozenset(
-    (*SAMPLING_FIELDS, *SPELLINGS, *PROMPT_OPTIONS, *CALL_OPTIONS, DRAWN, TEMPLATE_SWITCH)
+    (*SAMPLING_FIELDS, *SPELLINGS, *PROMPT_OPTIONS, *CALL_OPTIONS, DRAWN, TEMPLATE_SWITCH, ANSWERS)
 )
 
 
@@ -249,6 +257,7 @@ _WORDS: Mapping[str, Callable[[Any], bool]] = {
     "documents": _is_list_of_objects,
     "format": _is_schema,
     "grammar": _is_grammar,
+    "task": lambda value: value in ("embed", "embedding", "score"),
 }  # fmt: skip
 """Names that are words too: beside a prompt, the values at which they are fields. Others than these
 are columns; in an object of fields and in a request's body every one is a field.

@@ -7,7 +7,9 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from llmpq.rows.fields import (
+    ANSWERS,
     CALL_OPTIONS,
+    MOST_ANSWERS,
     OBJECTS,
     PROMPT_OPTIONS,
     SPELLINGS,
@@ -15,7 +17,7 @@ from llmpq.rows.fields import (
     asks_nothing,
     unfollowed,
 )
-from llmpq.rows.results import CALLS, RowError, json_value, plain_value
+from llmpq.rows.results import CALLS, RowError, json_value, plain_value, whole_number
 from llmpq.rows.structured import FORM_FIELDS, form_of
 from llmpq.rows.tools import CHOICE, TOOLS, add_choice, check_tools, is_choice
 from quant.common.errors import FieldError
@@ -76,6 +78,16 @@ def _put(found: dict[str, Given], name: str, given: Given) -> None:
             f"is given twice, as {before.value!r:.80} ({before.name}) and as "
             f"{given.value!r:.80} ({given.name}); give it once",
         )
+
+
+def answers_wanted(found: dict[str, Given]) -> int:
+    """How many answers are asked for, taken out of the fields that were `found`."""
+    given = found.pop(ANSWERS, Given(ANSWERS, 1))
+    wanted = whole_number(given.value)
+    if type(wanted) is not int or not 1 <= wanted <= MOST_ANSWERS:
+        why = f"is {given.value!r:.80}; it must be a whole number from 1 to {MOST_ANSWERS}"
+        raise FieldError(given.name, why)
+    return wanted
 
 
 def prompt_options(found: dict[str, Given], has_messages: bool) -> dict[str, Any]:

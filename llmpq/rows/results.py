@@ -23,7 +23,8 @@ class Result:
     `text` is None where the model has no tokenizer. `columns`: what the row carried beside the
     fields that are read, under names that no field here has; before it, of a chat with a model that
     reasons, the `reasoning_content` of its answer, and of one with tools its `tool_calls`, which
-    `text` is without. `prompt_tokens`: those of its prompt, None of a row that could not run.
+    `text` is without; of a row with several answers all `generations`, of which the other fields
+    have the first. `prompt_tokens`: those of its prompt, None of a row that could not run.
     """
 
     custom_id: str
@@ -64,6 +65,9 @@ REASONING = "reasoning_content"
 CALLS = "tool_calls"
 """Name of the column of the calls in an answer, in OpenAI's form, None where there is none."""
 
+GENERATIONS = "generations"
+"""Name of the column of all answers of a row that has several (`n`), null where one failed."""
+
 FINGERPRINT = "fingerprint"
 """Name of the field that a row of an output has beside them."""
 
@@ -72,7 +76,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
-_TAKEN = frozenset((*RESULT_FIELDS, REASONING, CALLS, FINGERPRINT))
+_TAKEN = frozenset((*RESULT_FIELDS, REASONING, CALLS, GENERATIONS, FINGERPRINT))
 """Names that a row of results has itself."""
 
 PREFIX = "input_"

@@ -9,8 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmpq.rows.fields import ADAPTER, OTHER_PROMPTS, PROMPT_FIELDS, is_field, nearest_field
+from llmpq.rows.fields import (
+    ADAPTER,
+    ANSWERS,
+    OTHER_PROMPTS,
+    PROMPT_FIELDS,
+    is_field,
+    nearest_field,
+)
 from llmpq.rows.request_fields import (
+    answers_wanted,
     fields_by_name,
     plain_message,
     prompt_options,
@@ -49,7 +57,8 @@ class Row:
 
     `prompt_options`: how text or messages become tokens, where the row says so: arguments of the
     chat template and of the tokenizer. `columns`: what the row carries beside, which comes out with
-    its result. `adapter`: the name of the one that answers it with the model.
+    its result. `adapter`: the name of the one that answers it with the model. `answers`: how many
+    it has, in one result.
     """
 
     custom_id: str
@@ -60,13 +69,14 @@ class Row:
     prompt_options: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
     adapter: str | None = None
+    answers: int = 1
 
     @property
     def content(self) -> Mapping[str, Any]:
         """The prompt and the row's own options, without its id.
 
-        Options of the prompt count only where there are some, so that jobs of older versions can be
-        resumed.
+        Options of the prompt and several answers count only where there are some, so that jobs of
+        older versions can be resumed.
         """
         given = {
             "text": self.text,
@@ -74,6 +84,7 @@ class Row:
             "messages": self.messages,
             "prompt_options": self.prompt_options or None,
             ADAPTER: self.adapter,
+            ANSWERS: self.answers if self.answers > 1 else None,
         }
         return {name: value for name, value in given.items() if value is not None} | {
             "sampling": self.sampling
@@ -213,16 +224,17 @@ def _parse(fields: dict[str, Any], custom_id: str, columns: Mapping[str, Any]) -
     value, is_chat = prompts[given[0]], given[0] == "messages"
     adapter = _adapter(plain_value(fields.pop(ADAPTER, None)))
     found = fields_by_name(fields)
+    answers = answers_wanted(found)
     options, sampling = prompt_options(found, is_chat), sampling_overrides(found)
+    row = Row(custom_id, None, None, None, sampling, options, columns, adapter, answers)
     if is_chat:
         sampling = forced_sampling(sampling, options)
-        return Row(custom_id, None, None, _messages(value), sampling, options, columns, adapter)
+        return replace(row, messages=_messages(value), sampling=sampling)
     if not isinstance(value, str):
-        ids = _token_ids(value)
-        return Row(custom_id, None, ids, None, sampling, {}, columns, adapter)
+        return replace(row, token_ids=_token_ids(value), prompt_options={})
     if not is_writable(value):
         raise RowError("prompt holds half a surrogate pair, which no tokenizer can read")
-    return Row(custom_id, value, None, None, sampling, options, columns, adapter)
+    return replace(row, text=value)
 
 
 def _adapter(value: Any) -> str | None:

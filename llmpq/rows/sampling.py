@@ -32,8 +32,10 @@ SamplingInput = Sampling | Mapping[str, Any] | None
 """A `Sampling` settles every field, a mapping those that it names, None nothing."""
 
 _FOLLOWED = ("top_k", "top_p", "min_p", "repetition_penalty")
-_FLOORS = ("min_new_tokens",)
-"""Fields that hold for rows that name them, and are not taken from the file, as in vLLM."""
+_OF_ROWS = {"min_new_tokens": 0, "num_return_sequences": 1}
+"""Fields that hold for rows that name them, and are not taken from the file, as in vLLM; with what
+asks for nothing.
+"""
 
 _OTHERWISE = frozenset(("eos_token_id", "max_length"))
 """Fields of the file that are followed or told otherwise than a row's."""
@@ -149,7 +151,7 @@ def _left_out(config: Mapping[str, Any], workload: Workload, limit: int) -> Mapp
     left_out = {
         name: _shown(value)
         for name, value in sorted(config.items())
-        if value and name not in _OTHERWISE and (unfollowed(name, value) or name in _FLOORS)
+        if value and name not in _OTHERWISE and _changes(name, value)
     }
     if "temperature" in config and "do_sample" not in config:
         left_out["temperature"] = f"{_shown(config['temperature'])} without do_sample"
@@ -159,6 +161,10 @@ def _left_out(config: Mapping[str, Any], workload: Workload, limit: int) -> Mapp
         if type(value) is int and value < most:
             left_out[name] = f"{value} (the plan's {most} holds)"
     return left_out
+
+
+def _changes(name: str, value: Any) -> bool:
+    return bool(unfollowed(name, value)) or _OF_ROWS.get(name, value) != value
 
 
 def _shown(value: Any) -> str:

@@ -9,19 +9,21 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
 from actors.messages import Finished, Request
 from llmpq.lengths.finished_rows import texts_of
-from llmpq.rows.results import CALLS, REASONING, Result
+from llmpq.rows.generations import Wanted
+from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.drift import LengthRecord
 from llmpq.run.meter import RunMeter
 from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, divided
 from llmpq.tokenizing.requests import RequestMaker, not_finite
+from llmpq.tokenizing.tokenizer_process import Tokenized
 from llmpq.tokenizing.tool_calls import CallReading, calls_apart, calls_reason
 from quant.common.errors import InputError
 
@@ -37,20 +39,31 @@ BAD_ROWS_S = 5.0
 """Seconds for which they are put aside at most: one whose tokens take too long may cost `row_s`."""
 
 
+class Begun(NamedTuple):
+    """A request that the stages have, for answer `number` of a row, of the `count` computed."""
+
+    request: Request
+    custom_id: str
+    number: int
+    count: int
+
+
 class RowsInFlight:
     """Makes results of finished requests and of rows that cannot run; tells `meter` of each.
 
     `ended` counts all rows with a result, `errors` those that failed, `tokens` those generated;
     `first_error` is the first result that failed. `record` is told of lengths. Requests that only
     the plan for long rows has room for wait in `long`. `columns_held` has the own columns of rows
-    while their requests are with the stages, by id.
+    while their requests are with the stages, by id. A row of several answers has a request for
+    each, and its result once all of them have ended.
     """
 
     def __init__(self, maker: RequestMaker, meter: RunMeter) -> None:
         self._maker, self._meter = maker, meter
         self.record = LengthRecord()
         self.long = WaitingRequests()
-        self._requests: dict[str, Request] = {}
+        self._begun: dict[str, Begun] = {}
+        self._ended: dict[str, dict[int, Result]] = {}  # answers of rows that have others to come
         self.columns_held: dict[str, Mapping[str, Any]] = {}
         self._bad_rows: deque[BadRow] = deque()
         self.ended = self.errors = self.tokens = 0
@@ -59,12 +72,14 @@ class RowsInFlight:
     def taken_in(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
         """The `rows`, whose own columns are kept for their results; that of the reasoning, which is
         to come, beside those of a chat with a model that reasons, and that of calls, with how they
-        are read, beside those of one with tools.
+        are read, beside those of one with tools, and that of several answers, with how many.
         """
         for row in rows:
             columns = row.columns
             if isinstance(row, Row) and row.messages is not None:
                 columns = {**self._columns_to_come(row), **columns}
+            if isinstance(row, Row) and row.answers > 1:
+                columns = {GENERATIONS: Wanted.by(row), **columns}
             if columns:
                 self.columns_held[row.custom_id] = columns
             yield row
@@ -80,7 +95,7 @@ class RowsInFlight:
         since_s = time.monotonic()
         for item in items:
             if isinstance(item, Request) and not self.wait_if_long(item):
-                yield self._begin(item)
+                yield from self._begin(item)
             else:
                 if isinstance(item, BadRow):
                     self._bad_rows.append(item)
@@ -103,17 +118,32 @@ class RowsInFlight:
         for request, columns in self.long.take_all():
             if columns:
                 self.columns_held[request.custom_id] = columns
-            yield self._begin(request)
+            yield from self._begin(request)
 
-    def _begin(self, request: Request) -> Request:
-        self._requests[request.custom_id] = request
-        self.record.begin(request)
-        return request
+    def _begin(self, row: Request) -> Iterator[Request]:
+        """The requests of a row's answers, under names that no other one has which is under way."""
+        name, wanted = row.custom_id, self._wanted(row.custom_id)
+        requests = [row] if wanted is None else [*wanted.requests(row)]
+        for number, request in enumerate(requests):
+            if number or name in self._begun:
+                request = replace(request, custom_id=self._free_name(name, number))
+                request = replace(request, draw_id=request.draw_id or name)
+            self._begun[request.custom_id] = Begun(request, name, number, len(requests))
+            self.record.begin(request)
+            yield request
+
+    def _free_name(self, name: str, number: int) -> str:
+        names = (f"{name}\0{each}" for each in count(number))
+        return next(each for each in names if each not in self._begun)
+
+    def _wanted(self, custom_id: str) -> Wanted | None:
+        given = self.columns_held.get(custom_id, {}).get(GENERATIONS)
+        return None if given is None else Wanted(*given)
 
     @property
     def in_flight(self) -> int:
         """Number of requests that the stages have, or that wait there."""
-        return len(self._requests)
+        return len(self._begun)
 
     def bad_results(self) -> Iterator[Result]:
         while self._bad_rows:
@@ -124,53 +154,68 @@ class RowsInFlight:
         return self._failed(row.custom_id, row.error)
 
     def results(self, finished: Sequence[Finished]) -> Iterator[Result]:
-        requests = [self._requests.pop(each.custom_id) for each in finished]
-        made = (each.token_ids for each in finished)
-        answers = self._maker.texts([*zip(requests, made, strict=True)])
-        for each, request, answer in zip(finished, requests, answers, strict=True):
+        begun = [self._begun.pop(each.custom_id) for each in finished]
+        made = zip(begun, finished, strict=True)
+        texts = self._maker.texts([(own.request, each.token_ids) for own, each in made])
+        for each, own, text in zip(finished, begun, texts, strict=True):
             self.tokens += len(each.token_ids)
-            self._meter.end(len(each.token_ids), request.max_new_tokens)
-            error = None
-            if each.finish_reason == "error":
-                error = each.error or not_finite(request, NOT_FINITE)
-            if error is None and answer.error is not None:
-                error = f"its tokens cannot be turned into text: {answer.of}: {answer.error}"
-            prompt_tokens = len(request.prompt_ids)
-            if error is not None:
-                failed = self._failed(each.custom_id, error, each.token_ids)
-                yield replace(failed, prompt_tokens=prompt_tokens)
-                continue
-            self.record.end(request, len(each.token_ids))
-            self.ended += 1
-            text, columns = self._divided(answer.text, request)
-            reason = calls_reason(each.finish_reason, bool(columns.get(CALLS)))
-            yield Result(
-                each.custom_id,
-                text,
-                each.token_ids,
-                reason,
-                columns=columns,
-                prompt_tokens=prompt_tokens,
-            )
+            answers = self._ended.setdefault(own.custom_id, {})
+            answers[own.number] = self._answer(each, own, text)
+            if len(answers) == own.count:
+                del self._ended[own.custom_id]
+                yield self._ended_row(own.request, [answers[n] for n in range(own.count)])
 
-    def _divided(self, text: str | None, request: Request) -> tuple[str | None, Mapping[str, Any]]:
-        """The text of an answer without reasoning and calls, and its row's columns with these."""
-        columns, markers = self.columns_held.pop(request.custom_id, {}), self._maker.markers
+    def _answer(self, finished: Finished, own: Begun, text: Tokenized) -> Result:
+        """One answer of a row, with the columns that are its own."""
+        request, token_ids = own.request, finished.token_ids
+        result = Result(own.custom_id, None, token_ids, None, prompt_tokens=len(request.prompt_ids))
+        error = None
+        if finished.finish_reason == "error":
+            error = finished.error or not_finite(request, NOT_FINITE)
+        if error is None and text.error is not None:
+            error = f"its tokens cannot be turned into text: {text.of}: {text.error}"
+        if error is not None:
+            return replace(result, error=error)
+        self.record.end(request, len(token_ids))
+        answer, columns = self._divided(text.text, own)
+        reason = calls_reason(finished.finish_reason, bool(columns.get(CALLS)))
+        return replace(result, text=answer, finish_reason=reason, columns=columns)
+
+    def _ended_row(self, request: Request, answers: Sequence[Result]) -> Result:
+        """The result of a row all of whose `answers` are there; `request` is of one of them."""
+        tokens = sum(len(answer.token_ids) for answer in answers)
+        self._meter.end(tokens, request.max_new_tokens * len(answers))
+        first = answers[0]
+        wanted = self._wanted(first.custom_id)
+        failed = first if wanted is None else wanted.failure(answers)
+        if failed is not None and failed.error is not None:
+            result = self._failed(failed.custom_id, failed.error, failed.token_ids)
+            return replace(result, prompt_tokens=failed.prompt_tokens)
+        self.ended += 1
+        columns = {**self.columns_held.pop(first.custom_id, {}), **first.columns}
+        if wanted is not None:
+            columns[GENERATIONS] = wanted.content(answers)
+        return replace(first, columns=columns)
+
+    def _divided(self, text: str | None, own: Begun) -> tuple[str | None, Mapping[str, Any]]:
+        """The text of an answer without reasoning and calls, and the columns of these."""
+        request, markers = own.request, self._maker.markers
+        held = self.columns_held.get(own.custom_id, {})
+        columns = {name: held[name] for name in (REASONING, CALLS) if name in held}
         has_form = bool(request.sampling.structured_outputs)  # which leaves no room for reasoning
         if REASONING in columns and text is not None and markers is not None and not has_form:
             end = texts_of(self._maker.tokenizer, [request.prompt_ids[-PROMPT_END_TOKENS:]])[0]
             reasoning, text = divided(text, markers, end)
-            columns = {**columns, REASONING: reasoning}
+            columns[REASONING] = reasoning
         if CALLS in columns and text is not None:
             reading = CallReading(*columns[CALLS])
             text, calls = calls_apart(text, reading, request.custom_id)
-            columns = {**columns, CALLS: [call.content for call in calls] or None}
+            columns[CALLS] = [call.content for call in calls] or None
         return text, columns
 
     def _failed(self, custom_id: str, error: str, token_ids: tuple[int, ...] = ()) -> Result:
-        columns = self.columns_held.pop(custom_id, {})
-        if CALLS in columns:
-            columns = {**columns, CALLS: None}
+        columns = dict(self.columns_held.pop(custom_id, {}))
+        columns |= {name: None for name in (GENERATIONS, CALLS) if name in columns}
         result = Result(custom_id, None, token_ids, None, error, columns)
         self.ended += 1
         self.errors += 1

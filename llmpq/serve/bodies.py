@@ -20,14 +20,14 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from actors.messages import MOST_TOP_LOGPROBS
 from actors.sampling_options import FORM
 from llmpq.rows.answers import ChatForm, CompletionForm, Form
-from llmpq.rows.fields import DRAWN, SAMPLING_FIELDS
+from llmpq.rows.fields import DRAWN, MOST_ANSWERS, SAMPLING_FIELDS
 from llmpq.rows.request_fields import OPTIONS, Given, fields_by_name, prompt_options
 from llmpq.rows.results import whole_number
 from llmpq.serve.access import ApiError, bad_request
 from quant.common.errors import FieldError
 
-MOST_ANSWERS, MOST_STOPS, MOST_ALTERNATIVES_OF_TEXT = 128, 4, 5
-"""Largest `n`, `stop`, and `logprobs` of a completion, as in OpenAI's interface."""
+MOST_STOPS, MOST_ALTERNATIVES_OF_TEXT = 4, 5
+"""Largest `stop`, and `logprobs` of a completion, as in OpenAI's interface."""
 
 Prompt = str | list[int]
 Whole = Annotated[int, BeforeValidator(whole_number)]
