@@ -10,7 +10,7 @@ from typing import Any
 
 from llmpq.jobs.file_format import json_value
 from llmpq.jobs.result_lines import is_openai_line, result_identity
-from llmpq.rows.results import CALLS, REASONING, Result
+from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
 from llmpq.rows.row import Row
 from llmpq.rows.sampling import merge_sampling
 
@@ -122,7 +122,7 @@ class SharedResults:
         self._database.close()
 
 
-_MADE = (REASONING, CALLS)
+_MADE = (REASONING, CALLS, GENERATIONS)
 _KEPT = ("custom_id", "text", "token_ids", "finish_reason", "error", "prompt_tokens")
 
 
@@ -131,21 +131,24 @@ def _as_row(line: Mapping[str, Any]) -> Mapping[str, Any]:
     such a line has only without a text, the number alone.
     """
     body = line["response"]["body"]
-    choice, usage = body["choices"][0], body["usage"]
+    (choice, *others), usage = body["choices"], body["usage"]  # of greedy rows all are alike
+    answers = 1 + len(others)
     message = choice.get("message", {})
     token_ids = choice.get("token_ids")
     row = {
         "text": None if token_ids is not None else message.get("content", choice.get("text")),
-        "token_ids": token_ids or [0] * usage["completion_tokens"],
+        "token_ids": token_ids or [0] * (usage["completion_tokens"] // answers),
         "finish_reason": choice["finish_reason"],
-        "prompt_tokens": usage["prompt_tokens"],
+        **{name: message[name] for name in _MADE if name in message},
     }
-    return {**row, **{name: message[name] for name in _MADE if name in message}}
+    several = {GENERATIONS: [{"index": index, **row} for index in range(answers)]}
+    return {**row, **(several if others else {}), "prompt_tokens": usage["prompt_tokens"]}
 
 
 def _made(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that an answer has brought; calls are JSON text in a row of CSV."""
+    """The columns that an answer has brought; lists are JSON text in a row of CSV."""
     made = {name: columns[name] for name in _MADE if name in columns}
-    if isinstance(made.get(CALLS), str):
-        made[CALLS] = json_value(made[CALLS])
+    for name in (CALLS, GENERATIONS):
+        if isinstance(made.get(name), str):
+            made[name] = json_value(made[name])
     return made

@@ -40,12 +40,12 @@ BAD_ROWS_S = 5.0
 
 
 class Begun(NamedTuple):
-    """A request that the stages have, for answer `number` of a row, of the `count` computed."""
+    """A request that the stages have, for answer `number` of the `answers` of a row."""
 
     request: Request
     custom_id: str
     number: int
-    count: int
+    answers: int
 
 
 class RowsInFlight:
@@ -159,11 +159,11 @@ class RowsInFlight:
         texts = self._maker.texts([(own.request, each.token_ids) for own, each in made])
         for each, own, text in zip(finished, begun, texts, strict=True):
             self.tokens += len(each.token_ids)
-            answers = self._ended.setdefault(own.custom_id, {})
-            answers[own.number] = self._answer(each, own, text)
-            if len(answers) == own.count:
+            ended = self._ended.setdefault(own.custom_id, {})
+            ended[own.number] = self._answer(each, own, text)
+            if len(ended) == own.answers:
                 del self._ended[own.custom_id]
-                yield self._ended_row(own.request, [answers[n] for n in range(own.count)])
+                yield self._ended_row(own.request, [ended[number] for number in sorted(ended)])
 
     def _answer(self, finished: Finished, own: Begun, text: Tokenized) -> Result:
         """One answer of a row, with the columns that are its own."""

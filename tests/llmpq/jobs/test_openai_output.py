@@ -20,7 +20,7 @@ from llmpq.jobs.overview.overview import overview_of
 from llmpq.jobs.overview.places import find_job
 from llmpq.jobs.result_lines import openai_line
 from llmpq.jobs.store import JobIdentity
-from llmpq.rows.results import Result
+from llmpq.rows.results import GENERATIONS, Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.workload.measured_lengths import read_measured
 from quant.common.errors import InputError
@@ -116,6 +116,24 @@ def test_lines_of_rows_that_are_unlike_others() -> None:
     assert (line["input_id"], line["input_input_id"]) in ((7, 8), (8, 7))
     assert line["input_response"] is None
     assert line["response"]["status_code"] == 200
+
+
+def test_several_answers_are_choices() -> None:
+    made = [
+        {"index": n, "text": text, "token_ids": [1] * (n + 1), "finish_reason": "stop"}
+        for n, text in enumerate(("one", "two", "three"))
+    ]
+    columns = {GENERATIONS: made, "topic": "sums"}
+    result = Result("a", "one", (1,), "stop", columns=columns, prompt_tokens=5)
+    for is_chat in (False, True):
+        line = json.loads(openai_line(result, PRINT, "m", is_chat))
+        body = line["response"]["body"]
+        whole: Any = (ChatCompletion if is_chat else Completion).model_validate(body, strict=True)
+        texts = [each.message.content if is_chat else each.text for each in whole.choices]
+        assert texts == ["one", "two", "three"]
+        assert [each.index for each in whole.choices] == [0, 1, 2]
+        assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+        assert list(line)[-1] == "topic"
 
 
 def test_reasoning_stands_in_the_message() -> None:

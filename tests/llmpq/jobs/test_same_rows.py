@@ -18,7 +18,7 @@ from llmpq.jobs.job import JobOptions, OpenJob, open_output
 from llmpq.jobs.result_lines import OutputOptions
 from llmpq.jobs.same_rows import SameShare
 from llmpq.jobs.store import JobIdentity
-from llmpq.rows.results import CALLS, REASONING
+from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
 from llmpq.rows.row import BadRow, Row, row_from_mapping
 from tests.llmpq.fake_jobs import IDENTITY, SMALL_SHARDS, answer, results_in, write_prompts
 
@@ -41,7 +41,7 @@ def rows() -> list[Any]:
         {"prompt": "bad one"},
         {"prompt": "one", "temperature": 0.7},
         {"prompt": "one", "temperature": 0.7, "seed": 3},
-        {"prompt": "one", "n": 3},
+        {"prompt": "one", "n": 0},
     ]
     made = [{**kinds[n % 9], "custom_id": f"q{n}", "number": n} for n in range(30)]
     random.Random(3).shuffle(made)
@@ -182,6 +182,37 @@ def test_lines_of_batches(tmp_path: Path) -> None:
         for rows in map(lines_of, (tmp_path / "without.jsonl", tmp_path / "with.jsonl"))
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("form", ["rows", "openai"])
+def test_several_answers_are_shared_too(tmp_path: Path, form: Any) -> None:
+    """Also those of an earlier run, as they stand in its lines."""
+    given = [{"custom_id": f"q{n}", "prompt": "one", "n": 2, "number": n} for n in range(3)]
+    source = JobInput.find([write_prompts(tmp_path / "in.jsonl", *given)])
+    made = {"text": "x", "token_ids": [5, 6], "finish_reason": "stop"}
+    all_made = [{"index": index, **made} for index in range(2)]
+    options = replace(SMALL_SHARDS, output_format=form, shard_rows=1)
+    for part in range(2):
+        with open_output(str(tmp_path / "out.jsonl"), options, ()) as output:
+            job = OpenJob(source, output, IDENTITY, DEDUPE)
+            computed = list(job.todo())
+            assert len(computed) == 1 - part
+            for row in computed:
+                columns = {GENERATIONS: all_made, **row.columns}
+                result = Result(row.custom_id, "x", (5, 6), "stop", None, columns, 3)
+                assert job.write(result)
+            if part:
+                assert all(map(job.write, job.copies()))
+                job.finish()
+    lines = lines_of(tmp_path / "out.jsonl")
+    assert [line["number"] for line in lines] == [0, 1, 2]
+    if form == "rows":
+        assert {tuple(each["text"] for each in line[GENERATIONS]) for line in lines} == {("x", "x")}
+        return
+    for line in lines:
+        body = line["response"]["body"]
+        assert [choice["index"] for choice in body["choices"]] == [0, 1]
+        assert body["usage"]["completion_tokens"] == 4
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

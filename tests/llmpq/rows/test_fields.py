@@ -156,6 +156,19 @@ def test_what_is_not_followed_is_an_error_with_a_remedy(name: str, value: Any, r
         assert remedy in error
 
 
+@pytest.mark.parametrize("value", [0, 129, "x", 1.5, True])
+@pytest.mark.parametrize("name", ["n", "num_return_sequences"])
+def test_rows_have_up_to_128_answers(name: str, value: Any) -> None:
+    assert error_of(**{"prompt": "p", name: value}).startswith(f"{name} is {value!r}; it must be")
+    found = row_of(sampling_params={name: 128.0})
+    assert isinstance(found, Row)
+    assert found.answers == 128
+    once = row_of(**{name: 1})
+    assert isinstance(once, Row)
+    assert once.content == Row("", "p").content  # as of older versions
+    assert found.content != once.content
+
+
 OWN: dict[str, Any] = {
     "options": ["red", "green"],
     "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},

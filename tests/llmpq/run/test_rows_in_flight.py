@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from actors.messages import Finished, Request, Sampling
-from llmpq.rows.results import CALLS, REASONING, Result
+from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.meter import RunMeter
 from llmpq.run.rows_in_flight import RowsInFlight
@@ -51,6 +51,48 @@ def test_every_result_has_the_columns_of_its_row() -> None:
     lengths = {result.custom_id: result.prompt_tokens for result in results}
     ran = {"short": 2, "long": 60, "stage": 1, "plain": 1}
     assert lengths == {**ran, "too long": None, "bad": None}
+    assert rows.columns_held == {}
+    rows.long.close()
+
+
+def test_a_row_of_several_answers_has_one_result() -> None:
+    """Through the file of long rows too; a name that is like one of its requests is nobody's."""
+    drawn = {"temperature": 1.0}
+    given = [
+        Row("a", token_ids=(1,), sampling=drawn, columns={"topic": "s"}, answers=3),
+        Row("a\0001", token_ids=(2,)),
+        Row("long", token_ids=(1,) * 60, sampling={**drawn, "seed": 3}, answers=2),
+        Row("greedy", token_ids=(3,), answers=2),
+        Row("broken", token_ids=(4,), sampling=drawn, answers=2),
+    ]
+    meter = RunMeter(len(given), None)
+    maker = RequestMaker(SHORT, 100, Sampling(), None, LONG)
+    rows = RowsInFlight(maker, meter)
+    requests = [each for each in rows.requests(maker.requests(rows.taken_in(given))) if each]
+    assert len({request.custom_id for request in requests}) == len(requests) == 3 + 1 + 1 + 2
+    results: dict[str, Result] = {}
+    began = [*reversed(requests)]
+    for number, request in enumerate((*began, *rows.long_requests())):
+        assert request is not None
+        is_broken = request.draw_id == "broken-1"
+        reason = "error" if is_broken else "length"
+        made = Finished(request.custom_id, (number,), reason, "lost" * is_broken)  # type: ignore[arg-type]
+        results |= {each.custom_id: each for each in rows.results([made])}
+    assert set(results) == {row.custom_id for row in given}
+    made_of = {
+        name: [(each["index"], *each["token_ids"]) for each in row.columns.get(GENERATIONS) or ()]
+        for name, row in results.items()
+    }
+    assert made_of["a"] == [(0, 6), (1, 5), (2, 4)]
+    assert results["a"].token_ids == (6,)
+    assert results["a"].columns["topic"] == "s"
+    assert made_of["long"] == [(0, 7), (1, 8)]
+    assert made_of["greedy"] == [(0, 2), (1, 2)]
+    assert made_of["a\0001"] == []
+    assert results["broken"].error == "answer 2 of 2: lost"
+    assert results["broken"].columns == {GENERATIONS: None}
+    assert (rows.ended, rows.errors, rows.in_flight, rows.tokens) == (5, 1, 0, 9)
+    assert meter.state().prompts == 5
     assert rows.columns_held == {}
     rows.long.close()
 

@@ -69,6 +69,32 @@ def test_random_sampling_does_not_depend_on_the_plan(
     assert first != {f"row-{i}": tokens for i, tokens in enumerate(greedy)}
 
 
+def test_answers_of_a_row_are_those_of_rows_drawn_alike(one_stage: Plan) -> None:
+    """By its seed and their numbers, as over HTTP, or else by its id too."""
+    drawn = {"prompt": [5, 6, 7], "temperature": 1.0, "seed": 7}
+    free = {name: value for name, value in drawn.items() if name != "seed"}
+    greedy = {"prompt": [5, 6, 7], "n": 2}
+    rows: list[Any] = [
+        {**drawn, "custom_id": "seeded", "n": 3},
+        {**free, "custom_id": "free", "num_return_sequences": 2},
+        {**greedy, "custom_id": "greedy"},
+        *({**drawn, "custom_id": str(number)} for number in range(3)),
+        *({**free, "custom_id": f"free-{number}"} for number in range(2)),
+        {"prompt": [5, 6, 7], "custom_id": "greedy-1"},
+    ]
+    found = {result.custom_id: result for result in one_stage.run(rows)}
+    assert len(found) == len(rows)
+
+    def made(name: str) -> list[tuple[int, ...]]:
+        return [tuple(each["token_ids"]) for each in found[name].columns["generations"]]
+
+    assert made("seeded") == [found[str(number)].token_ids for number in range(3)]
+    assert len(set(made("seeded"))) == 3
+    assert made("free") == [found[f"free-{number}"].token_ids for number in range(2)]
+    assert made("greedy") == [found["greedy-1"].token_ids] * 2
+    assert found["seeded"].token_ids == made("seeded")[0]
+
+
 def test_bad_rows_become_error_results_and_the_others_run(one_stage: Plan) -> None:
     rows: list[Any] = [
         [5, 6],
