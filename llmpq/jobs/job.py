@@ -211,7 +211,8 @@ class OpenJob:
         self._columns: set[str] = set()
         self._chats: set[str] = set()  # ids of rows in flight whose prompts are messages
         options = options or JobOptions()
-        self._same, self._shared = SameShare(), SharedResults(())
+        self._same = SameShare()
+        self._shared: SharedResults | None = None
         self._before = source.identities()
         output.load(identity, self._database, options.retry_errors)
         self.tally = self._check(options)
@@ -287,7 +288,7 @@ class OpenJob:
                 raise self._changed()
             if not self._is_done(row.custom_id, fingerprint):
                 if isinstance(row, Row):
-                    if self._is_greedy(row) and not self._shared.take(fingerprint):
+                    if self._is_shared(row, fingerprint):
                         continue
                     self._note_chat(row)
                 yield row
@@ -296,27 +297,32 @@ class OpenJob:
 
     def copies(self) -> Iterator[Result]:
         """Results of rows that are the same as those which `todo` gave, once these are written."""
-        if self._written == self.tally.left:
+        if self._shared is None:
             return
         for row, _ in self._source.rows():
             fingerprint = self._identity.fingerprint(row)
             if isinstance(row, Row) and not self._is_done(row.custom_id, fingerprint):
                 found = self._shared.of(row, fingerprint)
-                assert found is not None, "a row that is the same has been written"
+                if found is None:  # as all that is the same has been written
+                    raise self._changed()
                 self._note_chat(row)
                 yield found
 
     def _is_greedy(self, row: Row) -> bool:
         return is_greedy(row, self._identity.sampling)
 
+    def _is_shared(self, row: Row, fingerprint: str) -> bool:
+        """Whether the row gets the result of another one."""
+        shared = self._shared
+        return shared is not None and self._is_greedy(row) and not shared.take(fingerprint)
+
     def _note_chat(self, row: Row) -> None:
         if row.messages is not None:
             self._chats.add(row.custom_id)
 
     def write(self, result: Result) -> bool:
-        fingerprint = self._database.wanted(result.custom_id)
-        if fingerprint is not None:
-            self._shared.keep(fingerprint, result)
+        if self._shared is not None:
+            self._shared.keep(self._database.wanted(result.custom_id) or "", result)
         is_new = self._output.write(result, result.custom_id in self._chats)
         self._chats.discard(result.custom_id)
         self._written += is_new
@@ -325,7 +331,8 @@ class OpenJob:
 
     def finish(self) -> None:
         self._output.finish(self._record)
-        self._shared.close()
+        if self._shared is not None:
+            self._shared.close()
         self._database.close()
 
     def _record(self) -> InputRecord | None:

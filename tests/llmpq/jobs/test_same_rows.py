@@ -20,6 +20,7 @@ from llmpq.jobs.same_rows import SameShare
 from llmpq.jobs.store import JobIdentity
 from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
 from llmpq.rows.row import BadRow, Row, row_from_mapping
+from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import IDENTITY, SMALL_SHARDS, answer, results_in, write_prompts
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
@@ -268,3 +269,14 @@ def test_the_share_of_same_rows(count: int) -> None:
         share.add(fingerprint)
     exact = 1 - len(set(prints)) / count
     assert share.share == pytest.approx(exact, abs=0.0 if count <= 100 else 0.02)
+
+
+def test_an_input_that_changes_before_results_are_shared(tmp_path: Path) -> None:
+    source = write_prompts(tmp_path / "in.jsonl", *({"prompt": "x", "number": n} for n in range(3)))
+    with open_output(str(tmp_path / "out.jsonl"), SMALL_SHARDS, ()) as output:
+        job = OpenJob(JobInput.find([source]), output, IDENTITY, DEDUPE)
+        for result in answer(job.todo()):
+            job.write(result)
+        write_prompts(source, {"prompt": "y"})
+        with pytest.raises(InputError, match="changed while it was read"):
+            list(job.copies())
