@@ -182,16 +182,19 @@ def _outputs(rows: Iterable[object], path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _answered_tokens(line: Mapping[str, Any], place: str) -> int:
-    """Tokens of the answer of a line of OpenAI's batches, 0 where it is none."""
+    """Tokens of the answer of a line of OpenAI's batches, 0 where it is none; of several answers
+    the mean.
+    """
     if error_of(line) is not None:
         return 0
     try:
-        tokens = line["response"]["body"]["usage"]["completion_tokens"]
-    except (KeyError, TypeError):
-        tokens = None
+        body = line["response"]["body"]
+        tokens, answers = body["usage"]["completion_tokens"], len(body.get("choices") or (0,))
+    except (AttributeError, KeyError, TypeError):
+        tokens, answers = None, 1
     if type(tokens) is not int or tokens < 0:
         raise InputError(f"{place}: usage.completion_tokens is {tokens!r:.80}; {_REMEDY}")
-    return tokens
+    return tokens // answers
 
 
 def _bounded(found: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -118,7 +118,7 @@ def test_lines_of_rows_that_are_unlike_others() -> None:
     assert line["response"]["status_code"] == 200
 
 
-def test_several_answers_are_choices() -> None:
+def test_several_answers_are_choices(tmp_path: Path) -> None:
     made = [
         {"index": n, "text": text, "token_ids": [1] * (n + 1), "finish_reason": "stop"}
         for n, text in enumerate(("one", "two", "three"))
@@ -134,6 +134,8 @@ def test_several_answers_are_choices() -> None:
         assert [each.index for each in whole.choices] == [0, 1, 2]
         assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
         assert list(line)[-1] == "topic"
+    (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n")
+    assert read_measured(tmp_path / "lines.jsonl").outputs == {"a": 2}  # their mean
 
 
 def test_reasoning_stands_in_the_message() -> None:
