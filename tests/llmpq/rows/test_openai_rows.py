@@ -157,8 +157,8 @@ def test_values_that_ask_for_nothing(url: str, fields: dict[str, Any]) -> None:
         ({"logprobs": True}, "logprobs must be false, not True; log-probabilities are not given"),
         ({"logprobs": 0}, "logprobs must be false, not 0"),
         ({"top_logprobs": 5}, "top_logprobs must be 0, not 5"),
-        ({"n": 2}, "n must be 1, not 2; one answer a row"),
-        ({"n": True}, "n must be 1, not True"),
+        ({"n": 129}, "n is 129; it must be a whole number from 1 to 128"),
+        ({"n": True}, "n is True; it must be"),
         ({"best_of": 3}, "best_of must be 1"),
         ({"echo": True}, "echo must be false"),
         ({"suffix": "end"}, "suffix must be"),
@@ -225,7 +225,7 @@ def test_messages_show_the_beginning_of_an_id(
     with pytest.raises(InputError) as caught:
         run_job(source, tmp_path / "out.jsonl")
     texts.append(str(caught.value))
-    write_prompts(source, {**row, "prompt": "b", "n": 2})
+    write_prompts(source, {**row, "prompt": "b", "n": 0})
     with pytest.raises(InputError) as caught:
         run_job(source, tmp_path / "out.jsonl", job_options=JobOptions(stop_at_error=True))
     texts.append(str(caught.value))

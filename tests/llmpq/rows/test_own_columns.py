@@ -131,7 +131,7 @@ def test_an_error_row_keeps_its_columns() -> None:
         {"prompt": 3},
         {"custom_id": 7, "prompt": "p"},
         {"prompt": "p", "seed": "x"},
-        {"prompt": "p", "n": 2},
+        {"prompt": "p", "n": 0},
     ):
         bad = row_of(topic="t", **content)
         assert isinstance(bad, BadRow)

@@ -87,7 +87,7 @@ def test_accepted_forms(tmp_path: Path) -> None:
         ('{"prompt": "a \\ud800"}', "surrogate"),
         ('{"custom_id": "\\ud800", "prompt": "a"}', "surrogate"),
         ('{"prompt": "a", "stop": "\\udfff"}', "list of strings"),
-        ('{"prompt": "a", "n": 5}', "n must be 1"),
+        ('{"prompt": "a", "n": 0}', "n is 0; it must be"),
         ('{"prompt": "a", "repetition_penalty": 0}', "from 0.01 to 100; 1 is none"),
         ('{"prompt": "a", "repetition_penalty": 1e999}', "a number of at most"),
         ('{"prompt": "a", "presence_penalty": 2.5}', "presence_penalty is 2.5"),
