@@ -52,6 +52,28 @@ class Subject:
     head_dtype: torch.dtype | None = None
     importance: Importance | None = None
 
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """What it computes in; float32 stands for the type of the whole computation."""
+        found = {scheme.dtype for scheme in self.layers}
+        found |= {self.embedding_dtype, self.head_dtype}
+        return frozenset(dtype or torch.float32 for dtype in found)
+
+    def importance_of(self, index: int) -> Importance | None:
+        """What layer `index` is rounded by; None where nothing in it is rounded."""
+        scheme = self.layers[index]
+        uses = scheme.rounds or scheme.kv_bits != FULL_BITS
+        return self.importance if uses else None
+
+
+def stream_of(
+    checkpoint: Checkpoint | Path, subjects: Sequence[Subject], device: torch.device
+) -> LayerStream:
+    """The checkpoint's layers for all `subjects`, in a type that holds each of theirs exactly."""
+    dtypes = frozenset[torch.dtype]().union(*(subject.dtypes for subject in subjects))
+    storage = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+    return LayerStream(checkpoint, compute_on(device, storage))
+
 
 def evaluate(
     checkpoint: Checkpoint | Path,
@@ -65,9 +87,7 @@ def evaluate(
     Raises `CheckpointError` for unusable weights, `SpecError` for ids beyond the vocabulary,
     windows beyond the model's positions, and logits that are not finite.
     """
-    dtypes = {dtype for subject in subjects for dtype in _dtypes(subject)}
-    storage = dtypes.pop() if len(dtypes) == 1 else torch.float32  # holds each of them exactly
-    stream = LayerStream(checkpoint, compute_on(device, storage))
+    stream = stream_of(checkpoint, subjects, device)
     token_ids = torch.from_numpy(windows.token_ids)
     represented: dict[tuple[int, LayerScheme], frozenset[str]] = {}
     branches = _embedded(stream, token_ids, subjects)
@@ -142,9 +162,8 @@ def _through(
 
 def _form(subject: Subject, index: int) -> _Form:
     """The form of layer `index`; what is not rounded is alike by any importance."""
-    scheme, importance = subject.layers[index], subject.importance
-    uses = scheme.rounds or scheme.kv_bits != FULL_BITS
-    return scheme, importance.fingerprint if uses and importance is not None else None
+    importance = subject.importance_of(index)
+    return subject.layers[index], None if importance is None else importance.fingerprint
 
 
 def _reference(subjects: Sequence[Subject]) -> int:
@@ -270,11 +289,5 @@ def _result(
     )
 
 
-def _dtypes(subject: Subject) -> set[torch.dtype]:
-    found = {scheme.dtype for scheme in subject.layers}
-    found |= {subject.embedding_dtype, subject.head_dtype}
-    return {dtype or torch.float32 for dtype in found}
-
-
 def _names(subject: Subject) -> tuple[str, ...]:
-    return tuple(sorted(dtype_name(dtype) for dtype in _dtypes(subject)))
+    return tuple(sorted(dtype_name(dtype) for dtype in subject.dtypes))

@@ -97,15 +97,27 @@ def evaluate_plan(
     options: EvaluationOptions,
 ) -> Perplexity:
     """Perplexity of `plan` on `text`; see `llmpq.Plan.evaluate`."""
+    names = names_for(plan, model, options)
+    device = device_of(options.device)
+    windows = windows_of(as_documents(text), names[0], options)
+    subject = weighed_plan(plan, names, options, device)
+    (result,) = evaluate(Checkpoint(names[0], names[2]), windows, [subject], device)
+    return result
+
+
+def names_for(plan: PlanSpec, model: str | None, options: EvaluationOptions) -> ModelNames:
+    """The checkpoint of `plan`, or `model` in its place, and the adapter, checked."""
     reference = checkpoint_reference(plan, model)
     folder = resolve(reference)
-    adapter = checked_adapter(options.adapter, shape_for_plan(plan, folder), folder)
-    device = device_of(options.device)
-    windows = windows_of(as_documents(text), folder, options)
+    return folder, reference, checked_adapter(options.adapter, shape_for_plan(plan, folder), folder)
+
+
+def weighed_plan(
+    plan: PlanSpec, names: ModelNames, options: EvaluationOptions, device: torch.device
+) -> Subject:
+    """`plan` as `device` computes it, with the importance that its layers are rounded by."""
     subject = plan_subject(plan, "plan", device, options.dtype)
-    subject = weighed(subject, (folder, reference, adapter), options, device, plan)
-    (result,) = evaluate(Checkpoint(folder, adapter), windows, [subject], device)
-    return result
+    return weighed(subject, names, options, device, plan)
 
 
 def windows_of(documents: Sequence[Document], folder: Path, options: EvaluationOptions) -> Windows:
