@@ -26,7 +26,6 @@ _NOT_SERVED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "include": ("answers have nothing that could be included: leave it out", ([],)),
     "max_tool_calls": ("clients run the tools, not the server: leave it out", ()),
     "messages": ("give input", ()),
-    "n": ("a response is one answer: ask /v1/chat/completions", (1,)),
     "previous_response_id": (_KEPT_NOWHERE, ()),
     "prompt": ("there are no stored prompts: give input", ()),
     "reasoning": ("give the template's own argument in chat_template_kwargs", ({},)),
@@ -62,9 +61,16 @@ def response_body(content: Mapping[str, Any]) -> ChatBody:
     if "tools" in given:
         given["tools"] = _tools(given["tools"])
     try:
-        return chat_body({**given, "messages": messages})
+        body = chat_body({**given, "messages": messages})
     except ApiError as error:
         raise _renamed(error) from error
+    if body.answers > 1:  # under whichever name
+        raise bad_request(
+            f"n is {body.answers}, which is not served; a response is one answer: ask "
+            "/v1/chat/completions",
+            "n",
+        )
+    return body
 
 
 def _renamed(error: ApiError) -> ApiError:

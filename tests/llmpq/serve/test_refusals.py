@@ -55,6 +55,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": [""]}, "stop", "1 to 1000 characters"),
     ({"stop": [1]}, "stop", "a list of texts"),
     ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"num_return_sequences": 0}, "num_return_sequences", "greater than or equal to 1"),
     ({"n": 129}, "n", "128"),
     ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     ({"max_tokens": 101}, "max_tokens", "room for 100 new tokens"),

@@ -146,6 +146,7 @@ def test_what_came_before_becomes_messages() -> None:
         ({"max_output_tokens": 501}, "max_output_tokens", "room for 500 new"),
         ({"temperature": -1}, "temperature", "temperature"),
         ({"temprature": 1}, "temprature", "the nearest is temperature"),
+        ({"num_return_sequences": 2}, "n", "one answer"),
     ],
 )  # fmt: skip
 def test_what_is_refused(fields: dict[str, Any], param: str, words: str) -> None:
