@@ -258,6 +258,16 @@ def test_a_job_that_draws_shares_nothing(tmp_path: Path) -> None:
     assert sum(run(source, str(tmp_path / "out.jsonl"), identity=identity).values()) == 5
 
 
+def test_a_job_knows_how_many_are_the_same(tmp_path: Path) -> None:
+    """Of greedy rows that can run, with or without the option."""
+    source = write_prompts(tmp_path / "in.jsonl", *rows())
+    for options in (DEDUPE, JobOptions()):
+        with open_output(str(tmp_path / "out.jsonl"), SMALL_SHARDS, ()) as output:
+            job = OpenJob(JobInput.find([source]), output, IDENTITY, options)
+            greedy = sum(n % 9 < 6 for n in range(30))
+            assert job.same_share == 1 - 6 / greedy
+
+
 @pytest.mark.parametrize("count", [1, 100, 60_000])
 def test_the_share_of_same_rows(count: int) -> None:
     """Held against a count of all."""
