@@ -58,21 +58,21 @@ def plan_likelihoods(
 ) -> list[Likelihood]:
     """What `plan` gives each of `continuations`, in their order.
 
-    Of contexts that are too long for the model's positions the last tokens count. Raises
-    `InputError` for empty contexts and continuations that are too long, and as `Plan.evaluate`.
+    Of contexts that are too long for the model's positions, or the options' `sequence_length`, the
+    last tokens count. Raises `InputError` for empty contexts and continuations that are too long,
+    and as `Plan.evaluate`.
     """
     options = options or EvaluationOptions()
     names = names_for(plan, model, options)
     shape = model_shape(str(names[0]))
-    cut = [_cut(each, shape) for each in continuations]
+    cut = [_cut(each, shape, options.sequence_length) for each in continuations]
     device = device_of(options.device)
     subject = weighed_plan(plan, names, options, device)
     return likelihoods(stream_of(Checkpoint(names[0], names[2]), [subject], device), subject, cut)
 
 
-def _cut(asked: Continuation, shape: ModelShape) -> Continuation:
+def _cut(asked: Continuation, shape: ModelShape, wanted: int | None) -> Continuation:
     context, token_ids = asked
-    positions = shape.max_positions
     if not context:
         raise InputError("a continuation has no token before it; begin with the model's BOS or EOS")
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < shape.vocab_size:
@@ -80,12 +80,13 @@ def _cut(asked: Continuation, shape: ModelShape) -> Continuation:
             f"a continuation has token ids from {min(token_ids)} to {max(token_ids)} where the "
             f"vocabulary has {shape.vocab_size}; it is of another tokenizer"
         )
-    if shape.alibi:
+    if shape.alibi and wanted is None:
         return asked
+    positions = wanted or shape.max_positions
     if len(token_ids) > positions:
         raise InputError(
-            f"a continuation has {len(token_ids)} tokens, but the model has {positions} positions; "
-            "cut it into parts"
+            f"a continuation has {len(token_ids)} tokens, but {positions} are seen at once; cut it "
+            "into parts"
         )
     # The last token is only predicted, so that it needs no position.
     return Continuation(context[-max(1, positions + 1 - len(token_ids)) :], token_ids)

@@ -11,6 +11,7 @@ import torch
 
 from llmpq import Plan
 from llmpq.quality.likelihood import Continuation, plan_likelihoods
+from llmpq.quality.options import EvaluationOptions
 from quant.common.errors import InputError, SpecError
 from tests.actors.configs import VOCABULARY
 from tests.llmpq.quality.losses import token_text
@@ -63,7 +64,11 @@ def test_of_a_context_that_is_too_long_the_last_tokens_count(
     cut = Continuation(text[-positions - 1 : -3], text[-3:])
     (found,) = plan_likelihoods(plan.spec, [Continuation(text[:-3], text[-3:])])
     assert found.logprob == pytest.approx(by_transformers(model, cut)[0], abs=1e-4)
-    with pytest.raises(InputError, match=rf"{positions + 1} tokens, but .* {positions} positions"):
+    shorter = EvaluationOptions(sequence_length=9)
+    (found,) = plan_likelihoods(plan.spec, [Continuation(text[:-3], text[-3:])], options=shorter)
+    cut = Continuation(text[-10:-3], text[-3:])
+    assert found.logprob == pytest.approx(by_transformers(model, cut)[0], abs=1e-4)
+    with pytest.raises(InputError, match=f"{positions + 1} tokens, but {positions} are seen"):
         plan_likelihoods(plan.spec, [Continuation([3], text[: positions + 1])])
 
 
