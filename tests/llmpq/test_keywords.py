@@ -14,6 +14,7 @@ from actors.messages import Sampling
 from llmpq import Cluster, Plan, Session
 from llmpq.keywords import EvaluationKeywords, PlanKeywords, RunKeywords, SamplingKeywords
 from llmpq.quality.options import KEPT_OPTIONS, EvaluationOptions
+from llmpq.ray_data import processor
 from llmpq.run.options import RunOptions
 from planner.options import PlanOptions
 from quant.common.errors import SpecError
@@ -65,6 +66,7 @@ def test_options_of_an_evaluation_are_among_its_dataclass() -> None:
         (Plan.run, RunOptions),
         (Plan.session, RunOptions),
         (Plan.run_dataset, RunOptions),
+        (processor, RunOptions),
         (Session.run, Sampling),
         (Plan.evaluate, None),
     ],
