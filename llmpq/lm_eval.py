@@ -22,7 +22,7 @@ from actors.stage.model_config import read_config
 from llmpq.cli.common import run_command
 from llmpq.plan import Plan
 from llmpq.quality.likelihood import Continuation, plan_likelihoods
-from llmpq.quality.options import KEPT_OPTIONS, EvaluationOptions
+from llmpq.quality.options import AUTO, KEPT_OPTIONS, EvaluationOptions
 from llmpq.quality.subjects import names_for
 from llmpq.run.session import Session
 from planner.model.finding import model_shape
@@ -66,6 +66,8 @@ class LlmpqLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         super().__init__()
         for name in ("batch_size", "max_batch_size"):
             options.pop(name, None)
+        if str(options.get("device")).startswith("cuda"):
+            options["device"] = AUTO  # lm_eval says cuda:0 where nobody has chosen
         refuse_unknown(options, ("device", "dtype", *KEPT_OPTIONS), "argument of the model")
         self._plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         self._model = model

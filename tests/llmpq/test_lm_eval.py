@@ -64,7 +64,7 @@ def reference(folder: Path) -> Any:
 def test_likelihoods_are_those_of_the_backend_of_transformers(
     planned: Plan, reference: Any
 ) -> None:
-    model = LlmpqLM(planned, max_length=64, batch_size=8)
+    model = LlmpqLM(planned, max_length=64, batch_size=8, device="cuda:0")
     pairs = asked("loglikelihood", *PAIRS)
     found, expected = model.loglikelihood(pairs), reference.loglikelihood(pairs)
     assert [each[0] for each in found] == pytest.approx([e[0] for e in expected], abs=1e-4)
