@@ -1,4 +1,4 @@
-"""Where a stage's step goes on this CPU: decode steps of 8 and 32 requests, and a prompt.
+"""Where a stage's step goes on this CPU: decode steps of 8 and 32 requests, a prompt, and 8 of them.
 
     python -m benchmarks.speed.step [--threads 2] [--before OTHER/CHECKOUT] [--turns 2]
 
@@ -35,7 +35,12 @@ from benchmarks.lab import (
 )
 
 PROMPT, STEPS, WARM_UPS = 128, 4, 1
-CASES = {"decode, 8 requests": 8, "decode, 32 requests": 32, "a prompt of 128": -1}
+CASES = {
+    "decode, 8 requests": 8,
+    "decode, 32 requests": 32,
+    "a prompt of 128": -1,
+    "8 prompts of 128": -8,
+}
 """Requests of a step; negative: prompts."""
 
 PARTS = ("products", "attention", "element-wise", "copies", "sampling", "Python")
