@@ -1,4 +1,4 @@
-"""Where a stage's step goes on this CPU: decode steps of 8 and 32 requests, a prompt, and 8 of them.
+"""Where a stage's step goes on this CPU: decode steps of 8 and 32 requests, a prompt and eight.
 
     python -m benchmarks.speed.step [--threads 2] [--before OTHER/CHECKOUT] [--turns 2]
 
