@@ -180,6 +180,12 @@ def _rounding(dtype: torch.dtype, parallel: bool) -> Any:
     least, limit = np.float32(_LEAST_MAXIMUM), np.float32(LIMIT)
     middle = np.float32(MIDDLE + 0.5)
 
+    def keep(scale: int, token: int, number: Any) -> None:
+        floats(scale, token + 1, 1)[token, 0] = number
+
+    # as a call: numba drops a write in a parallel loop to what it takes for an array of the loop's
+    keep_scale = compiled_loop(keep, parallel=False)
+
     def round_tokens(where: tuple[int, int, int, int], shape: tuple[int, int]) -> None:
         (numbers, factor, codes, scale), (tokens, width) = where, shape
         for token in numba.prange(tokens):
@@ -193,7 +199,7 @@ def _rounding(dtype: torch.dtype, parallel: bool) -> Any:
                 largest = max(largest, bits[i] & no_sign)
             magnitude = np.uint32(largest).view(np.float32)
             magnitude = least if magnitude < least else magnitude
-            floats(scale, tokens, 1)[token, 0] = magnitude / limit
+            keep_scale(scale, token, magnitude / limit)
             steps = limit / magnitude
             for i in range(width):
                 own[i] = np.uint8(np.int32(values[i] * steps + middle))
