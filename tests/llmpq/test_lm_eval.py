@@ -78,22 +78,20 @@ def test_likelihoods_are_those_of_the_backend_of_transformers(
 def test_answers_are_those_of_the_backend_of_transformers(planned: Plan, reference: Any) -> None:
     """Of one warm session, cut at stop strings, of prompts that are longer than what is seen."""
     with closing(LlmpqLM(planned, max_length=64)) as model:
-        compare_answers(model, reference)
-
-
-def compare_answers(model: Any, reference: Any) -> None:
-    prompts = [("Which?", GREEDY), (TEXTS[0], GREEDY), ("A", GREEDY | {"max_gen_toks": 12})]
-    requests = asked("generate_until", *prompts)
-    whole = reference.generate_until(requests)
-    assert model.generate_until(requests) == whole
-    ends = ((answer[1:], prompt) for answer, (prompt, _) in zip(whole, prompts, strict=True))
-    stop, prompt = next((c, prompt) for rest, prompt in ends for c in rest if c.isalnum())
-    cut = asked("generate_until", (prompt, GREEDY | {"until": ["\n", stop], "max_gen_toks": 12}))
-    assert model.generate_until(cut) == reference.generate_until(cut)
-    with pytest.raises(InputError, match=r"request 0 \('Which\?'…\): .*best_of"):
-        model.generate_until(asked("generate_until", ("Which?", GREEDY | {"best_of": 3})))
-    with pytest.raises(InputError, match="asks for 64 new tokens, but 64 are seen"):
-        model.generate_until(asked("generate_until", ("Which?", GREEDY | {"max_gen_toks": 64})))
+        prompts = [("Which?", GREEDY), (TEXTS[0], GREEDY), ("A", GREEDY | {"max_gen_toks": 12})]
+        requests = asked("generate_until", *prompts)
+        whole = reference.generate_until(requests)
+        assert model.generate_until(requests) == whole
+        ends = ((answer[1:], prompt) for answer, (prompt, _) in zip(whole, prompts, strict=True))
+        stop, prompt = next((c, prompt) for rest, prompt in ends for c in rest if c.isalnum())
+        cut = asked(
+            "generate_until", (prompt, GREEDY | {"until": ["\n", stop], "max_gen_toks": 12})
+        )
+        assert model.generate_until(cut) == reference.generate_until(cut)
+        with pytest.raises(InputError, match=r"request 0 \('Which\?'…\): .*best_of"):
+            model.generate_until(asked("generate_until", ("Which?", GREEDY | {"best_of": 3})))
+        with pytest.raises(InputError, match="asks for 64 new tokens, but 64 are seen"):
+            model.generate_until(asked("generate_until", ("Which?", GREEDY | {"max_gen_toks": 64})))
 
 
 def test_arguments_that_are_none_are_refused(planned: Plan, folder: Path, tmp_path: Path) -> None:

@@ -185,6 +185,9 @@ def test_the_client_of_openai() -> None:
             given = {"base_url": f"{url(server)}/v1", "api_key": "-", "max_retries": 0}
             async with openai.AsyncOpenAI(**given) as client:
                 await talk(client, served)
+        forms = [request.sampling.structured_outputs for request in served.seen]
+        assert any(forms)
+        assert not all(forms)  # plain answers and calls have none
 
     run(scenario)
 
