@@ -5,8 +5,9 @@
 Experiments of the planner, on the layer times and with the options of `paper_tables`: `table_8`
 (grouped layers, single layers and bitwidth transfer), `six_gpus` (section 6.7), `figure_8` (theta)
 and `figure_9` (adaptive quantization alone). Experiments on a model (`paper_quality`): `table_1`
-(which third of the layers is at 4 bit) and `figure_4` (bitwidths mixed at random). `--update`
-replaces what stands between the markers of an experiment on a page.
+(which third of the layers is at 4 bit), `figure_4` (bitwidths mixed at random) and `perplexities`
+(the bits of the plans of tables 4, 5 and 7). `--update` replaces what stands between the markers of
+an experiment on a page.
 """
 
 from __future__ import annotations
@@ -28,13 +29,21 @@ import torch
 from benchmarks.lab import processor_name, update_page
 from benchmarks.planning.planner import uneven_sensitivity
 from benchmarks.reproduction import paper_quality
-from benchmarks.reproduction.paper_report import LLM_PQ, Case, markdown_table, number
+from benchmarks.reproduction.paper_report import (
+    BASELINES,
+    LLM_PQ,
+    Case,
+    bits_by_layers,
+    markdown_table,
+    number,
+)
 from benchmarks.reproduction.paper_tables import (
     DATA,
-    bits_by_layers,
+    Setting,
     cases,
     cluster_of,
     paper_options,
+    plan_bits,
 )
 from benchmarks.reproduction.profiles_2023 import profile_rows
 from planner.cluster.spec import ClusterSpec
@@ -49,6 +58,8 @@ from quant.scheme import BITWIDTHS
 TURNS = 3  # of every search that is timed; the median counts
 LIMIT_S = 600.0  # for a search, so that none is cut off; one integer programme has 60, as in 6.7
 LESS_GIB = (0, 1, 2)
+CALIBRATED_GIB = 1
+"""Memory that each GPU lacks where the paper's ratios are met best (`paper_tables`)."""
 
 GROUP_2, GROUP_1, HEURISTIC = "group = 2", "group = 1", "heuristic"
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -204,12 +215,12 @@ def _quality_cells(plan: PlanSpec | None) -> list[str]:
     """Throughput, summed sensitivity, mean bits of a layer and layers of each bitwidth."""
     if plan is None:
         return ["–"] * 4
-    bits = [each for stage in plan.stages for each in stage.bitwidths]
+    bits = plan_bits(plan)
     return [
         f"{plan.predicted.tokens_per_s:.2f}",
         f"{plan.solver.sensitivity:.4f}",
         f"{sum(bits) / len(bits):.2f}",
-        bits_by_layers(plan),
+        bits_by_layers(bits),
     ]
 
 
@@ -247,7 +258,27 @@ def _adabits_cells(inputs: Inputs, case: Case, less_gib: int) -> Iterator[str]:
     for plan in plans[:2]:
         yield number(None if plan is None else plan.solver.sensitivity, ".4f")
     for plan in plans[:2]:
-        yield "–" if plan is None else bits_by_layers(plan)
+        yield "–" if plan is None else bits_by_layers(plan_bits(plan))
+
+
+def perplexities(inputs: Inputs) -> str:
+    """Perplexities of the bits that LLM-PQ and the baselines have with the calibrated memory."""
+    plans: dict[tuple[str, str], dict[str, paper_quality.Told]] = {}
+    for case in inputs.cases:
+        cluster, layers = cluster_of(case, CALIBRATED_GIB), model_shape(case.model).layers
+        plan = inputs.plan(case, cluster)
+        bits = {LLM_PQ: None if plan is None else plan_bits(plan)}
+        setting = Setting(cluster, case.model, case.workload, inputs.profiles, BITWIDTHS)
+        for name in BASELINES:
+            found = setting.baseline(name.lower()).bitwidth
+            bits[name] = None if found is None else [found] * layers
+        told = {
+            name: (each and each.perplexity, bits[name])
+            for name, each in case.paper.items()
+            if name in bits
+        }
+        plans[str(case.table), f"{case.cluster} {case.model}{case.extrapolated}"] = told
+    return paper_quality.perplexities(plans)
 
 
 PLANNING: Mapping[str, Callable[[Inputs], str]] = {
@@ -255,6 +286,7 @@ PLANNING: Mapping[str, Callable[[Inputs], str]] = {
     "six_gpus": six_gpus,
     "figure_8": figure_8,
     "figure_9": figure_9,
+    "perplexities": perplexities,
 }
 QUALITY: Mapping[str, Callable[[], str]] = {
     "table_1": paper_quality.table_1,

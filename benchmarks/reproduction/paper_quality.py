@@ -1,4 +1,5 @@
-"""LLM-PQ's experiments on what quantization does to quality: its table 1 and figure 4.
+"""LLM-PQ's experiments on what quantization does to quality: its table 1, figure 4, and the
+perplexities of tables 4, 5 and 7.
 
 They need a model, and run on the two that need no download: SmolLM2-135M-Instruct and the
 repository's demo model. Bits are rounded as `llmpq run` rounds them by default, activations are
@@ -20,7 +21,7 @@ from actors.stage.layer_stream import compute_on
 from benchmarks.quantization.models import MODELS, Texts, texts_for
 from benchmarks.quantization.quality import CPU, importance_of, weight_only
 from benchmarks.quantization.quality_tables import Bits
-from benchmarks.reproduction.paper_report import markdown_table
+from benchmarks.reproduction.paper_report import bits_by_layers, markdown_table, number
 from llmpq.quality.indicator import measure_indicators
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate
@@ -111,6 +112,63 @@ def _mixture_rows(name: str, model: Path) -> Iterator[list[str]]:
         single = [measured.found[bits].perplexity for bits in group]
         told = "–" if len(group) == 1 else f"{min(single):.3f} to {max(single):.3f}"
         yield [name, label, f"{mean_bits:.2f}", *cells, told]
+
+
+Told = tuple[float | None, Sequence[int] | None]
+"""The perplexity of a scheme in the paper, and its bits here by layer; None where it has no room.
+"""
+
+
+def perplexities(plans: Mapping[tuple[str, str], Mapping[str, Told]]) -> str:
+    """Perplexity of the bits of plans by table, cluster and scheme, each laid over the layers of
+    the models that can be had; and whether schemes of a cluster come in the paper's order.
+    """
+    schemes = list(next(iter(plans.values())))
+    found = {}
+    for name, folder in MODELS.items():
+        layers = model_shape(str(folder())).layers
+        laid = {
+            (key, scheme): stretched(bits, layers)
+            for key, told in plans.items()
+            for scheme, (_, bits) in told.items()
+            if bits is not None
+        }
+        measured = measure(folder(), list(laid.values()))
+        found[name] = {key: measured.found[bits].perplexity for key, bits in laid.items()}
+    header = ["table", "cluster"]
+    header += [f"{scheme} {each}" for scheme in schemes for each in ("paper", "bits", *MODELS)]
+    rows = []
+    for key, told in plans.items():
+        cells = list(key)
+        for scheme, (paper, bits) in told.items():
+            own = [number(found[name].get((key, scheme)), ".2f") for name in MODELS]
+            counts = "–" if bits is None else bits_by_layers(bits)
+            cells += [number(paper, ".2f"), counts, *own]
+        rows.append(cells)
+    order = [f"{name} {_in_order(plans, found[name])}" for name in MODELS]
+    told_order = f"Pairs of schemes that the paper tells apart, in its order: {', '.join(order)}."
+    return f"{markdown_table(header, rows)}\n\n{told_order}"
+
+
+def stretched(bits: Sequence[int], layers: int) -> Bits:
+    """Bits of so many layers that have those of the others at the same depth."""
+    return tuple(bits[int((layer + 0.5) * len(bits) / layers)] for layer in range(layers))
+
+
+def _in_order(
+    plans: Mapping[tuple[str, str], Mapping[str, Told]],
+    found: Mapping[tuple[tuple[str, str], str], float],
+) -> str:
+    agreed = compared = 0
+    for key, told in plans.items():
+        for one, other in itertools.combinations(told, 2):
+            papers = told[one][0], told[other][0]
+            own = found.get((key, one)), found.get((key, other))
+            if None in (*papers, *own) or papers[0] == papers[1]:
+                continue
+            compared += 1
+            agreed += (papers[0] > papers[1]) == (own[0] > own[1])  # type: ignore[operator]
+    return f"{agreed} of {compared}"
 
 
 def _figures(measured: Measured, group: Sequence[Bits]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -244,10 +245,19 @@ def _correlations(outcomes: Sequence[Outcome]) -> str:
     for label, chosen in _groups(outcomes):
         for quantity, functions in quantities.items():
             points = [(f(each), g(each)) for each in chosen for f, g in functions]
-            rows.append([label, quantity, *_spearman(points)])
+            means = _means(points) if " / " in quantity else ["–", "–"]
+            rows.append([label, quantity, *_spearman(points), *means])
         agreed, compared = _same_order(chosen)
-        rows.append([label, "pairs of schemes in the paper's order", str(compared), str(agreed)])
-    return _table("Rank correlation", ["rows", "of", "points", "Spearman's rho or count"], rows)
+        cells = ["pairs of schemes in the paper's order", str(compared), str(agreed), "–", "–"]
+        rows.append([label, *cells])
+    header = ["rows", "of", "points", "Spearman's rho or count", "mean, paper", "ours"]
+    return _table("Rank correlation", header, rows)
+
+
+def _means(points: Sequence[tuple[float | None, float | None]]) -> list[str]:
+    """The mean of each side over the points that both have."""
+    both = [(x, y) for x, y in points if x is not None and y is not None]
+    return [f"{sum(side) / len(both):.2f}" for side in zip(*both, strict=True)]
 
 
 def _paper_s(scheme: str) -> Figure:
@@ -306,6 +316,12 @@ def _names(each: Outcome) -> list[str]:
 def number(value: float | None, form: str) -> str:
     """A figure of a table; a dash where there is none."""
     return "–" if value is None else format(value, form)
+
+
+def bits_by_layers(bitwidths: Sequence[int]) -> str:
+    """Layers of each bitwidth: `8x30 16x18`."""
+    counts = Counter(bitwidths)
+    return " ".join(f"{bits}x{counts[bits]}" for bits in sorted(counts))
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

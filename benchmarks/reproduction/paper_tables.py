@@ -14,7 +14,6 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from benchmarks.reproduction.paper_report import (
     Outcome,
     PaperResult,
     Scheme,
+    bits_by_layers,
     report,
 )
 from benchmarks.reproduction.profiles_2023 import profile_rows
@@ -177,7 +177,7 @@ def _planned(case: Case, cluster: ClusterSpec, options: PlanOptions) -> Scheme:
         plan = find_plan(cluster, model_shape(case.model), case.model, case.workload, options).plan
     except InfeasibleError:
         return Scheme(None, "")
-    return Scheme(plan.predicted.latency_s, bits_by_layers(plan))
+    return Scheme(plan.predicted.latency_s, bits_by_layers(plan_bits(plan)))
 
 
 def _scheme(found: Baseline) -> Scheme:
@@ -199,10 +199,8 @@ def _at_paper_bits(setting: Setting, paper: PaperResult | None, name: str) -> Sc
     return replace(_scheme(found), bits=str(paper.bits))
 
 
-def bits_by_layers(plan: PlanSpec) -> str:
-    """Layers of each bitwidth: `8x30 16x18`."""
-    counts = Counter(bits for stage in plan.stages for bits in stage.bitwidths)
-    return " ".join(f"{bits}x{counts[bits]}" for bits in sorted(counts))
+def plan_bits(plan: PlanSpec) -> list[int]:
+    return [bits for stage in plan.stages for bits in stage.bitwidths]
 
 
 def _update(page: Path, text: str) -> None:

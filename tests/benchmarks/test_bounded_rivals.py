@@ -161,8 +161,8 @@ def test_token_slots_fill_memory() -> None:
     assert [stage.degree for stage in pipeline.stages] == [2, 1, 1]
     slots = pipeline.token_slots(Work(1, 256, 32, 80))
     layers = np.diff(pipeline.first_layer)
-    kv_bytes = 2 * 2 * model.hidden_size * layers / np.array([2, 1, 1])
-    weights = 2 * 12 * model.hidden_size**2 * layers / np.array([2, 1, 1])
+    kv_bytes = 2 * 2 * model.costs.shape.hidden_size * layers / np.array([2, 1, 1])
+    weights = 2 * 12 * model.costs.shape.hidden_size**2 * layers / np.array([2, 1, 1])
     filled = (slots * kv_bytes + weights) / model.costs.cluster.devices[0].memory_bytes
     assert 0.9 < filled.max() < 0.98
 

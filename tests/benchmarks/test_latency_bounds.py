@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from benchmarks.reproduction.latency_bounds.__main__ import PARTS, main
@@ -13,6 +14,7 @@ from benchmarks.reproduction.latency_bounds.models import (
     Pipeline,
 )
 from benchmarks.reproduction.latency_bounds.schedules import RraSchedules, WaaSchedules, divided_of
+from benchmarks.reproduction.latency_bounds.search_costs import Swept
 from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Placed, Setting
 from benchmarks.reproduction.latency_bounds.tables import PAPER_SCHEDULES, as_published
 
@@ -38,6 +40,22 @@ def test_every_part_has_options(part: str, capsys: pytest.CaptureFixture[str]) -
         main([part, "--help"])
     assert not ended.value.code
     assert f"latency_bounds {part}" in capsys.readouterr().out
+
+
+def test_hosts_take_their_seconds_of_every_pass(setting: Setting) -> None:
+    both = [Setting(OPT_13B, S.lengths, host_s).pipeline.times for host_s in (0.0, 0.5)]
+    passes = [(x.prefill_s(3, 40), x.decode_s(7, 90), x.decode_hop_s(7)) for x in both]
+    more = [float((hosted - free).sum()) for free, hosted in zip(*passes, strict=True)]
+    assert more == pytest.approx([0.5, 0.5, 0.0])
+
+
+def test_points_at_which_a_control_falls_are_counted() -> None:
+    """Of 3 steps along rows two are known, of which one falls by 2; none does by more than that."""
+    latency_s = np.array([[1.0, 3.0], [4.0, 2.0], [5.0, np.nan]])
+    swept = Swept(("a", "b"), np.ones((3, 2)), latency_s)
+    assert swept.falls("b", 1.0, 0.1) == "(50.0, 0.0)"
+    assert swept.falls("b", 2.0, 0.1) == "(0.0, 0.0)"
+    assert swept.falls("a", 0.5, 0.1) == "(33.3, 0.0)"
 
 
 @pytest.mark.rare

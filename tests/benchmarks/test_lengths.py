@@ -59,6 +59,14 @@ def test_copies_and_moves_take_their_seconds() -> None:
     assert dear.seconds == pytest.approx(free.seconds + dear.parked + dear.moved)
 
 
+@pytest.mark.parametrize("answer", [1, 7, 30])
+def test_a_row_alone_has_its_tokens_as_fast_as_steps_are(answer: int) -> None:
+    lengths = np.array([20]), np.array([answer])
+    rows = Rows("one", *lengths, LIMIT, tenths(LIMIT))
+    run = run_job(OnDemandScheduler(400, 1, 8, 200), [TIMES], rows, None, FREE)
+    assert run.token_s == pytest.approx([(0.05 + 0.01 * (answer - 1)) / answer])
+
+
 @pytest.mark.parametrize("near", [0.0, 1.0])
 @pytest.mark.parametrize("accuracy", [1.0, 0.7, 0.1])
 def test_predictions_are_as_right_as_their_confusion_matrix(accuracy: float, near: float) -> None:

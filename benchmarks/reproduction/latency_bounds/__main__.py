@@ -7,12 +7,19 @@ Parts of the paper's evaluation, simulated:
 throughput         FT, DSI, ORCA, vLLM and ours on the paper's models and tasks (fig. 6 and 8)
 claims             whether chosen schedules keep their bounds, event by event
 existing           the rivals on OPT 13B, all tasks (fig. 7)
-selected           the schedules of OPT 13B and task S (table 6)
+recorded           recorded lengths instead of normal ones (fig. 10)
+monotonicity       points at which throughput or latency fall with a control (table 5)
+memory             GPUs of FT and of WAA (fig. 9)
+loading            loading models again (table 4)
+degrees            layers at each tensor-parallel degree (section 3)
+selected           the schedules of OPT 13B and task S, and hosts that take time (table 6)
+scheduling_cost    evaluations and CPU seconds of finding a schedule (section 7.7)
 changed_lengths    outputs unlike those that a schedule is for (fig. 11)
 variance           seconds from turn to turn and from step to step (table 7)
 
 and of our own:
 
+search_cost        the same searches on random boxes
 timelines          random schedules beside simulations of their events
 """
 
@@ -23,6 +30,9 @@ from collections.abc import Sequence
 from benchmarks.lab import run_part, table_part
 from benchmarks.reproduction.latency_bounds import (
     claims,
+    deployment,
+    recorded,
+    search_costs,
     tables,
     throughput,
     timelines,
@@ -32,6 +42,13 @@ PARTS = {
     "throughput": (throughput.add_arguments, throughput.run),
     "claims": (claims.add_arguments, claims.run),
     "existing": table_part("existing", tables.existing_table),
+    "recorded": (recorded.add_arguments, recorded.run),
+    "monotonicity": table_part("monotonicity", search_costs.monotonicity_table),
+    "scheduling_cost": table_part("scheduling cost", search_costs.scheduling_cost_table),
+    "search_cost": table_part("search cost", search_costs.search_cost_table),
+    "memory": table_part("memory", deployment.memory_table),
+    "loading": table_part("loading", deployment.loading_table),
+    "degrees": table_part("degrees", deployment.degrees_table),
     "selected": table_part("selected", tables.selected_table),
     "changed_lengths": (tables.changed_lengths_arguments, tables.run_changed_lengths),
     "variance": table_part("variance", tables.variance_table),

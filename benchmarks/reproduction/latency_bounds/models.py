@@ -16,16 +16,15 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 from scipy.stats import skewnorm
 
+from benchmarks.reproduction.gpts import shape_named
 from planner.cluster.device import Device
 from planner.cluster.groups import group_of
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
 from planner.costs.stored_bytes import kv_token_bytes, layer_weight_bytes
-from planner.latency_bound.timeline import GridTimes
-from planner.lengths import LengthDistribution, RequestLengths
-from planner.model.finding import shape_from_config
-from planner.model.shape import ModelShape
+from planner.latency_bound.timeline import GridTimes, StageSeconds
+from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.options import PlanOptions
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import MicroBatches, Workload
@@ -133,9 +132,6 @@ def _fitted(
 
 
 BITS = 16
-VOCABULARY = 50272
-"""OPT's; GPT-3 has 50,257 tokens, which engines pad for tensor parallelism as OPT does."""
-POSITIONS = 2048
 
 _OPTIONS = PlanOptions(bits=(BITS,), theta=0.0, dtype="float16", head="last")
 
@@ -163,9 +159,7 @@ class Model:
     """
 
     name: str
-    layers: int
-    hidden_size: int
-    heads: int
+    size: str
     gpus: Gpus
     count: int
     small_tasks: tuple[str, ...] = ()
@@ -187,20 +181,6 @@ class Model:
         return min(self.gpus.a_node, self.count)
 
     @property
-    def shape(self) -> ModelShape:
-        """Its shape, as an OPT of these sizes: GPT-3's layers are alike."""
-        values = {
-            "model_type": "opt",
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "ffn_dim": 4 * self.hidden_size,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": POSITIONS,
-        }
-        return shape_from_config(self.name, values)
-
-    @property
     def cluster(self) -> ClusterSpec:
         """Its nodes."""
         nodes = [
@@ -217,18 +197,20 @@ class Model:
     @cached_property
     def costs(self) -> CostModel:
         """Seconds and bytes of its parts, by datasheets."""
-        return costs_of(PlanningRequest(self.cluster, self.shape, Workload(1, 1, 1), _OPTIONS))[0]
+        return costs_of(
+            PlanningRequest(self.cluster, shape_named(self.size), Workload(1, 1, 1), _OPTIONS)
+        )[0]
 
 
 _SMALL, _LARGE = ("S", "T", "C1"), ("G", "C1", "C2")
 
 MODELS = (
-    Model("OPT 13B", 40, 5120, 40, A40, 4, small_tasks=_SMALL),
-    Model("GPT-3 39B", 48, 8192, 64, A40, 16, small_tasks=_SMALL),
-    Model("GPT-3 101B", 80, 10240, 80, A100, 16, small_tasks=_SMALL, large_tasks=_LARGE),
-    Model("GPT-3 175B", 96, 12288, 96, A100, 16, large_tasks=_LARGE),
-    Model("GPT-3 175B", 96, 12288, 96, A40, 32, large_tasks=_LARGE),
-    Model("GPT-3 341B", 120, 15360, 120, A40, 48, large_tasks=_LARGE),
+    Model("OPT 13B", "13B", A40, 4, small_tasks=_SMALL),
+    Model("GPT-3 39B", "39B", A40, 16, small_tasks=_SMALL),
+    Model("GPT-3 101B", "101B", A100, 16, small_tasks=_SMALL, large_tasks=_LARGE),
+    Model("GPT-3 175B", "175B", A100, 16, large_tasks=_LARGE),
+    Model("GPT-3 175B", "175B", A40, 32, large_tasks=_LARGE),
+    Model("GPT-3 341B", "341B", A40, 48, large_tasks=_LARGE),
 )
 """All but T5 11B: an encoder-decoder model, which llmpq does not run."""
 
@@ -268,13 +250,31 @@ class Work:
     new_tokens: int
 
 
+class _Hosted:
+    """Seconds of stages whose hosts take `host_s` beside each pass."""
+
+    def __init__(self, kernels: StageSeconds, host_s: float) -> None:
+        self.stages, self.attention_s = kernels.stages, kernels.attention_s
+        self.prefill_hop_s, self.decode_hop_s = kernels.prefill_hop_s, kernels.decode_hop_s
+        self._kernels, self._host_s = kernels, host_s
+
+    def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        return self._kernels.prefill_s(requests, prompt_tokens) + self._host_s
+
+    def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
+        return self._kernels.decode_s(requests, context_tokens) + self._host_s
+
+
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """Stages in order, with the layers from `first_layer` [N+1]."""
+    """Stages in order, with the layers from `first_layer` [N+1]; a pass takes `host_s` more on each
+    than its kernels do.
+    """
 
     costs: CostModel
     stages: tuple[Device, ...]
     first_layer: tuple[int, ...]
+    host_s: float = 0.0
 
     @classmethod
     def of(
@@ -283,19 +283,21 @@ class Pipeline:
         devices: Sequence[Device],
         layout: Layout,
         lengths: RequestLengths,
+        host_s: float = 0.0,
     ) -> Pipeline | None:
         """The pipeline of a layout; None where it has more stages than the model has layers."""
         stages = layout.stages_of(devices)
         if len(stages) > costs.shape.layers:
             return None
         speeds = [1 / _request_layer_s(costs, stage, lengths) for stage in stages]
-        return cls(costs, stages, spread(costs.shape.layers, speeds))
+        return cls(costs, stages, spread(costs.shape.layers, speeds), host_s)
 
     @cached_property
-    def times(self) -> PassTable:
+    def times(self) -> StageSeconds:
         """Seconds of its stages."""
         bitwidth = (0,) * self.costs.shape.layers
-        return PassTable.of(self.costs, self.stages, self.first_layer, bitwidth)
+        found = PassTable.of(self.costs, self.stages, self.first_layer, bitwidth)
+        return _Hosted(found, self.host_s) if self.host_s else found
 
     @cached_property
     def grid_times(self) -> GridTimes:

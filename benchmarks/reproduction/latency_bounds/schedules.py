@@ -146,7 +146,7 @@ def _rra_schedules(setting: Setting, quantile: float | None) -> Iterator[RraSche
     model = setting.model
     for layout in layouts_of(model, model.count):
         devices = model.costs.cluster.devices
-        pipeline = Pipeline.of(model.costs, devices, layout, setting.lengths)
+        pipeline = Pipeline.of(model.costs, devices, layout, setting.lengths, setting.host_s)
         if pipeline is not None:
             yield RraSchedules(setting, layout, pipeline, quantile)
 
@@ -331,15 +331,15 @@ def divided_of(setting: Setting, layout: Layout, prefill_gpus: int) -> Divided |
     """Both pipelines of a layout; None where the groups do not come out even between them, or one
     has more stages than the model has layers.
     """
-    costs, lengths = setting.model.costs, setting.lengths
+    costs, more = setting.model.costs, (setting.lengths, setting.host_s)
     devices, degree = costs.cluster.devices, layout.degree
     decode_gpus = len(devices) - prefill_gpus
     first = min(layout.grouped, decode_gpus // degree * degree)
     if layout.grouped - first > prefill_gpus // degree * degree:
         return None
-    decode = Pipeline.of(costs, devices[:decode_gpus], Layout(degree, first), lengths)
+    decode = Pipeline.of(costs, devices[:decode_gpus], Layout(degree, first), *more)
     own = devices[decode_gpus:][::-1]
-    prefill = Pipeline.of(costs, own, Layout(degree, layout.grouped - first), lengths)
+    prefill = Pipeline.of(costs, own, Layout(degree, layout.grouped - first), *more)
     return None if decode is None or prefill is None else Divided(prefill, decode)
 
 

@@ -63,17 +63,20 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A model of the paper with requests of these lengths, on groups of whole nodes."""
+    """A model of the paper with requests of these lengths, on groups of whole nodes; hosts take
+    `host_s` beside each pass of a stage.
+    """
 
     model: Model
     lengths: RequestLengths
+    host_s: float = 0.0
 
     @cached_property
     def pipeline(self) -> Pipeline:
         """The most tensor parallelism within a node, and one stage a node: all rivals have it."""
         devices = self.model.costs.cluster.devices
         layout = Layout(self.model.whole_node, len(devices))
-        found = Pipeline.of(self.model.costs, devices, layout, self.lengths)
+        found = Pipeline.of(self.model.costs, devices, layout, self.lengths, self.host_s)
         assert found is not None
         return found
 

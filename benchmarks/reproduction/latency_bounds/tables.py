@@ -128,7 +128,9 @@ def as_published(setting: Setting, row: PaperRow) -> Performance:
     costs = setting.model.costs
     if row.steps is not None:
         layout = Layout(row.degree, setting.model.count)
-        pipeline = Pipeline.of(costs, costs.cluster.devices, layout, setting.lengths)
+        pipeline = Pipeline.of(
+            costs, costs.cluster.devices, layout, setting.lengths, setting.host_s
+        )
         assert pipeline is not None
         return RraSchedules(setting, layout, pipeline).performance_of(row.newcomers, row.steps)
     found = []

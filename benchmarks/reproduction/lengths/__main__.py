@@ -6,20 +6,26 @@ papers      the paper's models and GPUs, in virtual time
 mixed       mixed clusters, on the stages of llmpq's plans
 memory      KV memory from scarce to ample
 accuracy    predictions from all right to chance
+objective   throughput where every token has a time (fig. 4d)
+breakdown   seconds of generating, of preempting, and of predicting and scheduling (fig. 6)
+predictors  predictors of four sizes (table 5)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.lab import run_part
-from benchmarks.reproduction.lengths import tables
+from benchmarks.lab import run_part, table_part
+from benchmarks.reproduction.lengths import figures, tables
 
 PARTS = {
     "papers": (tables.papers_arguments, tables.run_papers),
     "mixed": (tables.mixed_arguments, tables.run_mixed),
     "memory": (tables.memory_arguments, tables.run_memory),
     "accuracy": (tables.accuracy_arguments, tables.run_accuracy),
+    "objective": table_part("objective", figures.objective_table),
+    "breakdown": table_part("breakdown", figures.breakdown_table),
+    "predictors": table_part("predictors", figures.predictors_table),
 }
 
 

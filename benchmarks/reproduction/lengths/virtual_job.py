@@ -43,8 +43,9 @@ class CacheCosts:
 @dataclass
 class JobRun:
     """What a job took: seconds of virtual time, those of the scheduler's own Python, iterations,
-    and the requests that held memory in each of them; tokens that were moved and parked, how often
-    a request was preempted, and the tokens that were computed again for that.
+    and the requests that held memory in each of them; tokens that were moved and parked, the
+    seconds of both, how often a request was preempted, and the tokens that were computed again for
+    that; seconds of each row from when it was admitted, for each of its tokens.
     """
 
     tokens: int
@@ -55,6 +56,8 @@ class JobRun:
     parked: int = 0
     preemptions: int = 0
     computed_again: int = 0
+    copies_s: float = 0.0
+    token_s: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
@@ -77,6 +80,7 @@ class _Pipeline(VirtualPipeline):
         self._answers = rows.answers.tolist()
         self._costs = costs
         self.moved = self.parked = 0
+        self.began_s: dict[str, float] = {}
 
     def _answer(self, admission: Admission) -> int:
         return int(self._answers[int(admission.custom_id)])
@@ -86,6 +90,8 @@ class _Pipeline(VirtualPipeline):
         parked = sum(each.tokens for each in (*batch.parks, *batch.restores))
         self.moved += moved
         self.parked += parked
+        for each in batch.admitted:
+            self.began_s.setdefault(each.custom_id, self._clock.now_s)
         return moved * self._costs.move_s + parked * self._costs.park_s
 
 
@@ -154,12 +160,15 @@ def run_job(
             continue
         for finished in driver.take_back()[2]:
             ended += 1
+            taken_s = clock.now_s - pipeline.began_s[finished.custom_id]
+            run.token_s.append(taken_s / len(finished.token_ids))
             if len(finished.token_ids) != rows.answers[int(finished.custom_id)]:
                 raise RuntimeError(f"row {finished.custom_id} ended early, or late")
     if ended != len(rows):
         raise RuntimeError(f"{ended} of {len(rows)} rows have ended")
     run.seconds, run.scheduler_s = clock.now_s, timed.seconds
     run.moved, run.parked = pipeline.moved, pipeline.parked
+    run.copies_s = run.moved * costs.move_s + run.parked * costs.park_s
     run.preemptions, run.computed_again = _preempted(scheduler)
     return run
 
@@ -243,6 +252,18 @@ class Contestant:
             yield min(len(rows), 2 * in_flight)
             return
         yield from sorted({max(1, round(share * in_flight / stages)) for share in SHARES})
+
+    def within(self, token_s: float, share: float, memory: Memory, rows: Rows) -> JobRun | None:
+        """The run with the largest micro-batches by which such a share of the rows has each token
+        in so many seconds; None where none has.
+        """
+        most = max(self._sizes(memory, rows))
+        while most:
+            run = self._run(memory, rows, most)
+            if np.quantile(run.token_s, share) <= token_s:
+                return run
+            most //= 2
+        return None
 
     def _run(self, memory: Memory, rows: Rows, most: int) -> JobRun:
         scheduler = self.scheduler(memory, rows, most)

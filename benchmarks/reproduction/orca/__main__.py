@@ -2,7 +2,8 @@
 
     python -m benchmarks.reproduction.orca PART [--help]
 
-emulated    large models on modelled A100 pipelines, virtual time
+emulated    large models on modelled A100 pipelines, virtual time (fig. 10 and 11)
+engine      batches of equal requests on the same pipelines (fig. 9)
 http        llmpq serve beside vLLM's server
 """
 
@@ -12,11 +13,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from benchmarks.lab import run_part
-from benchmarks.reproduction.orca import emulated, http
+from benchmarks.lab import run_part, table_part
+from benchmarks.reproduction.orca import emulated, engine, http
 
 PARTS = {
     "emulated": (emulated.add_arguments, emulated.run),
+    "engine": table_part("engine", engine.table),
     "http": (http.add_arguments, http.run),
 }
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.reproduction.gpts import shape_named
 from benchmarks.reproduction.orca.traces import Lengths
 from planner.cluster.spec import ClusterSpec
 from planner.costs.pass_times import PassTable, occupied_stages
 from planner.explanation.planned_assignment import planned_assignment
-from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import PlanSpec
@@ -43,9 +43,10 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("opt-13b", 1, "13B on 1 GPU"),
-    Setting("opt-66b", 8, "101B on 8 GPUs", degree=8),
-    Setting("opt-175b", 16, "175B on 2 stages of 8 GPUs", degree=8),
+    Setting("13B", 1, "13B on 1 GPU"),
+    Setting("101B", 8, "101B on 8 GPUs", degree=8),
+    Setting("175B", 16, "175B on 2 stages of 8 GPUs", degree=8),
+    Setting("341B", 32, "341B on 4 stages of 8 GPUs", degree=8),
 )
 """As in table 1 of the paper."""
 
@@ -99,7 +100,7 @@ def _priced(setting: Setting, longest: Lengths, in_flight: int) -> PricedPlan | 
     )
     workload = Workload(in_flight, longest.prompt, longest.new)
     try:
-        return find_plan(cluster, model_shape(setting.model), setting.model, workload, options)
+        return find_plan(cluster, shape_named(setting.model), setting.model, workload, options)
     except InfeasibleError:
         return None
 
