@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard, get_args
 
 from actors.sampling_options import FORM, checked_form
 from quant.common.errors import FieldError
 
-ToolParser = Literal["hermes", "llama3", "mistral", "none"]
+ToolParser = Literal["hermes", "qwen3_coder", "glm45", "llama3", "mistral", "none"]
 """The form in which a model writes calls; none: they are not told apart."""
 
-TOOL_PARSERS: tuple[ToolParser, ...] = ("hermes", "llama3", "mistral", "none")
+TOOL_PARSERS: tuple[ToolParser, ...] = get_args(ToolParser)
 
 TOOLS, CHOICE, PARALLEL = "tools", "tool_choice", "parallel_tool_calls"
 _REQUIRED = "required"
@@ -55,6 +55,36 @@ def is_choice(value: Any) -> bool:
 def chosen_function(value: Any) -> str:
     """The function that a `tool_choice` names, in the forms of OpenAI's two interfaces."""
     return _name(_function(value)) if isinstance(value, Mapping) else ""
+
+
+def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
+    """The types of JSON that each parameter may have, by function; none where none is told."""
+    found = {}
+    for function in map(_function, tools):
+        schema = function.get("parameters") or {}
+        own = schema.get("properties") if isinstance(schema, Mapping) else None
+        if isinstance(own, Mapping):
+            found[_name(function)] = {str(name): sorted(_types(each)) for name, each in own.items()}
+    return found
+
+
+def _types(schema: Any) -> set[str]:
+    """The types that a schema names, or one of its kinds; what is malformed names none."""
+    kinds = [schema] if isinstance(schema, Mapping) else []
+    for each in ("anyOf", "oneOf"):
+        more = kinds[0].get(each) if kinds else None
+        kinds += [kind for kind in more if isinstance(kind, Mapping)] if _is_list(more) else []
+    found = set[str]()
+    for kind in kinds:
+        named, values = kind.get("type"), kind.get("enum", [kind.get("const")])
+        found.update(map(str, named if _is_list(named) else [named] if named else []))
+        if _is_list(values) and any(isinstance(value, str) for value in values):
+            found.add("string")
+    return found
+
+
+def _is_list(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
 
 
 def add_choice(options: dict[str, Any], shown: str, choice: Any, parallel: bool | None) -> None:

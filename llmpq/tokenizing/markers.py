@@ -17,16 +17,19 @@ _MARKERS = (
 """Between which models reason before they answer: DeepSeek, Qwen and many others; Magistral;
 Seed-OSS; EXAONE; Command A."""
 
+_TAGS = ("<tool_call>", "</tool_call>")
 _CALLS = (
     ("mistral", "[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
-    ("none", "<function=", ()),
-    ("none", "<arg_key>", ()),
-    ("hermes", "<tool_call>", ("<tool_call>", "</tool_call>")),
+    ("none", "<seed:tool_call>", ()),
+    ("qwen3_coder", "<function=", _TAGS),
+    ("glm45", "<arg_key>", (*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")),
+    ("hermes", "<tool_call>", _TAGS),
     ("llama3", "<|python_tag|>", ("<|python_tag|>",)),
     ("llama3", "<|start_header_id|>ipython", ("<|python_tag|>",)),
 )
 """How models write calls of tools (`tool_calls.py`), by what their template or vocabulary has: the
-first that is found; and their markers. Qwen3-Coder and GLM have Hermes's around another form."""
+first that is found; and their markers. Qwen3-Coder and GLM have Hermes's around another form,
+Seed-OSS has one of its own, which is not read."""
 
 
 def reasoning_markers(tokenizer: Any) -> tuple[str, str] | None:

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from llmpq.rows.answers import ToolCall
 from llmpq.rows.results import is_writable
-from llmpq.rows.tools import CHOICE, PARALLEL, TOOLS, chosen_function
+from llmpq.rows.tools import CHOICE, PARALLEL, TOOLS, chosen_function, parameter_types
 from llmpq.tokenizing.reasoning import overlap
 
 _ID_DIGITS = 9  # templates of Mistral take no other length
 _NAMED, _REQUIRED = "named", "required"
+_QWEN, _GLM = "qwen3_coder", "glm45"  # vLLM's names
+_Types = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 class CallReading(NamedTuple):
     """How calls are read in an answer: by one of `TOOL_PARSERS`, or as the form of an answer that
-    must call, of the `function` that is named. `is_single`: only the first call counts.
+    must call, of the `function` that is named. `is_single`: only the first call counts. `types`:
+    those of JSON that parameters may have, by function, where the model does not write them.
     """
 
     parser: str
     function: str = ""
     is_single: bool = False
+    types: _Types | None = None
 
 
 def call_reading(
@@ -41,7 +45,8 @@ def call_reading(
     offered = options.get(TOOLS) or job.get("chat_template_kwargs", {}).get(TOOLS)
     if not offered or parser in (None, "none"):
         return None
-    return CallReading(str(parser), "", is_single)
+    is_untyped = parser in (_QWEN, _GLM)
+    return CallReading(str(parser), "", is_single, parameter_types(offered) if is_untyped else None)
 
 
 class _Call(NamedTuple):
@@ -54,10 +59,11 @@ class _Format(NamedTuple):
     end of the answer. Where `is_bare`, an answer that begins as an object may be one too.
 
     `read` has the calls in what stands between, and the text behind them; `ValueError` for others.
+    It is given the types of parameters too.
     """
 
     opening: str
-    read: Callable[[str], tuple[list[_Call], str]]
+    read: Callable[[str, _Types], tuple[list[_Call], str]]
     closing: str = ""
     is_last: bool = False
     is_bare: bool = False
@@ -102,7 +108,7 @@ def _calls_of(value: Any) -> list[_Call]:
     return [_call_of(each) for each in (value if isinstance(value, list) else [value])]
 
 
-def _read_objects(text: str) -> tuple[list[_Call], str]:
+def _read_objects(text: str, types: _Types) -> tuple[list[_Call], str]:
     """Objects one after another, with `;` or `,` between them, as Llama writes several calls."""
     calls = []
     while text:
@@ -115,22 +121,72 @@ def _read_objects(text: str) -> tuple[list[_Call], str]:
 _NAMED_CALL = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 
 
-def _read_mistral(text: str) -> tuple[list[_Call], str]:
+def _read_mistral(text: str, types: _Types) -> tuple[list[_Call], str]:
     """A list of calls, or the name of one, perhaps an id, and its arguments."""
     found = _NAMED_CALL.match(text)
     value, behind = _value(text[found.end() :] if found else text)
     return ([_called(found[1], value)] if found else _calls_of(value)), behind
 
 
-def _read_required(text: str) -> tuple[list[_Call], str]:
-    value, behind = _value(text)
-    return _calls_of(value), behind
+_FUNCTION = re.compile(r"\s*<function=([^<>]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^<>]+)>(.*?)</parameter>\s*", re.DOTALL)
+_PAIR = re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+
+
+def _read_qwen(text: str, types: _Types) -> tuple[list[_Call], str]:
+    """A function, and its parameters on lines of their own."""
+    found = _FUNCTION.fullmatch(text)
+    if not found:
+        raise ValueError("it is no function")
+    return [_tagged_call(found[1], found[2], _PARAMETER, types)], ""
+
+
+def _read_glm(text: str, types: _Types) -> tuple[list[_Call], str]:
+    """The name of a function, and pairs of a name and a value."""
+    name, opening, pairs = text.partition("<arg_key>")
+    return [_tagged_call(name, opening + pairs, _PAIR, types)], ""
+
+
+def _tagged_call(name: str, text: str, pattern: re.Pattern[str], types: _Types) -> _Call:
+    """The call of `name` with the values in `text`, which is one `pattern` after another."""
+    name, at, arguments = name.strip(), 0, {}
+    if any(sign in name for sign in "<>{"):
+        raise ValueError("a call has no name")
+    text = text.rstrip()
+    while at < len(text):
+        found = pattern.match(text, at)
+        if not found:  # not searched for further on, which would take its length squared
+            raise ValueError("it is no parameter")
+        key, at = found[1].strip(), found.end()
+        arguments[key] = _typed(found[2], types.get(name, {}).get(key, ()))
+    return _called(name, arguments)
+
+
+_WORDS = {"True": True, "False": False, "None": None}  # as templates of Qwen show values to it
+
+
+def _typed(text: str, types: Sequence[str]) -> Any:
+    """The value that `text` stands for: itself where the parameter may be a text, else JSON, if it
+    is. A line break at either end stands for itself in no form.
+    """
+    text = text.removeprefix("\n").removesuffix("\n")
+    if "string" in types and not ("null" in types and text in ("null", "None")):
+        return text
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        value, behind = _value(text)
+    except ValueError:
+        return text
+    return text if behind else value
 
 
 _FORMATS: Mapping[str, _Format] = {
     "hermes": _Format("<tool_call>", _read_objects, "</tool_call>"),
     "llama3": _Format("<|python_tag|>", _read_objects, is_last=True, is_bare=True),
     "mistral": _Format("[TOOL_CALLS]", _read_mistral),
+    _QWEN: _Format("<tool_call>", _read_qwen, "</tool_call>"),
+    _GLM: _Format("<tool_call>", _read_glm, "</tool_call>"),
 }
 
 
@@ -205,7 +261,8 @@ class CallStream:
             value, behind = _value(text)
             calls = [_called(reading.function, value)] if reading.function else _calls_of(value)
             return calls, behind
-        calls, behind = form.read(text.removeprefix(form.opening).removesuffix(form.closing))
+        inner = text.removeprefix(form.opening).removesuffix(form.closing)
+        calls, behind = form.read(inner, reading.types or {})
         if not calls:
             raise ValueError("there is no call")
         return calls, behind

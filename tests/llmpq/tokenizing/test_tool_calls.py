@@ -21,6 +21,10 @@ NEAR = '{"name": "look", "arguments": {"town": "Ulm"}}'
 FAR = '{"name": "look", "arguments": {"town": "Bonn \\u00e9", "at": [1, null]}}'
 LLAMA = NEAR.replace("arguments", "parameters")
 TAG, CALLS = "<|python_tag|>", "[TOOL_CALLS]"
+QWEN = (
+    "<tool_call>\n<function=look>\n<parameter=town>\nUlm\n</parameter>\n</function>\n</tool_call>"
+)
+GLM = "<tool_call>look\n<arg_key>town</arg_key>\n<arg_value>Ulm</arg_value>\n</tool_call>"
 READ: list[tuple[str, str, str, list[Any]]] = [
     ("hermes", f"<tool_call>\n{NEAR}\n</tool_call>", "", [ULM]),
     ("hermes", f"I see.\n\n<tool_call>\n{NEAR}\n</tool_call>\n<tool_call>\n{FAR}\n</tool_call>\n",
@@ -41,6 +45,10 @@ READ: list[tuple[str, str, str, list[Any]]] = [
      [ULM, ("look", {})]),
     ("mistral", f'{CALLS}look{{"town": "Ulm"}}', "", [ULM]),
     ("required", f"[{LLAMA}, {LLAMA}]", "", [ULM, ULM]),
+    ("qwen3_coder", f"I see.\n{QWEN}\n{QWEN}", "I see.", [ULM, ULM]),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [("now", {})]),
+    ("glm45", f"\n{GLM}\n{GLM}", "", [ULM, ULM]),
+    ("glm45", "<tool_call>now</tool_call>", "", [("now", {})]),
 ]  # fmt: skip
 UNREAD = [
     ("hermes", " a <tool_call>{'name': 1}</tool_call> b\n"),
@@ -58,6 +66,15 @@ UNREAD = [
     ("mistral", f"{CALLS}[1, 2]"),
     ("mistral", f"{CALLS}look[ARGS]{{"),
     ("required", f"[{LLAMA}, "),
+    ("qwen3_coder", f"<tool_call>{NEAR}</tool_call>"),
+    ("qwen3_coder", QWEN.replace("</parameter>", "")),
+    ("qwen3_coder", QWEN.replace("</function>", "")),
+    ("qwen3_coder", QWEN.replace("=look>", "=>")),
+    ("qwen3_coder", "<tool_call><function=f>" + "<parameter=a>" * 30_000 + "</tool_call>"),
+    ("glm45", f"<tool_call>{NEAR}<b></tool_call>"),
+    ("glm45", GLM.replace("</arg_value>", "")),
+    ("glm45", GLM.replace("look", " ")),
+    ("glm45", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 10_000 + "</tool_call>"),
 ]
 
 
@@ -111,6 +128,38 @@ def test_arguments_of_the_function_that_was_named() -> None:
     assert calls_apart('{"town', reading, "a") == ('{"town', ())
 
 
+VALUES: list[tuple[Any, str, Any]] = [
+    ({"type": "string"}, "007", "007"),
+    ({"type": "string"}, "a <b>\n\n c", "a <b>\n\n c"),
+    ({"type": "string"}, "null", "null"),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+    ({"type": ["string", "null"]}, "12", "12"),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"type": "integer"}, " 12 ", 12),
+    ({"type": "integer"}, "many", "many"),
+    ({"type": "boolean"}, "True", True),
+    ({"type": "object"}, '{"a": [1, null]}', {"a": [1, None]}),
+    ({"type": "array"}, "[1] and more", "[1] and more"),
+    ({"enum": 5, "anyOf": 1, "oneOf": [2], "type": {}}, "0.5", 0.5),
+    (True, "x", "x"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), VALUES)
+@pytest.mark.parametrize(
+    ("parser", "frame"), [("qwen3_coder", QWEN), ("glm45", GLM)], ids=["qwen", "glm"]
+)
+def test_values_without_types_get_those_of_the_tools(
+    parser: str, frame: str, schema: Any, text: str, value: Any
+) -> None:
+    look = {"name": "look", "parameters": {"type": "object", "properties": {"town": schema}}}
+    reading = call_reading({"tools": [{"type": "function", "function": look}]}, parser, {})
+    assert reading is not None
+    content, (call,) = calls_apart(frame.replace("Ulm", text), reading, "a")
+    assert (content, json.loads(call.arguments)) == ("", {"town": value})
+    assert CallReading(*json.loads(json.dumps(reading))) == reading, "long rows wait on disk"
+
+
 TOOL = {"type": "function", "function": {"name": "look"}}
 OFFERED = "{% for t in tools %}{{ t.function.name }}{% endfor %}{{ messages[0].content }}"
 
@@ -120,6 +169,8 @@ OFFERED = "{% for t in tools %}{{ t.function.name }}{% endfor %}{{ messages[0].c
     [
         (OFFERED + "{# <tool_call> #}", (), f"a <tool_call>{NEAR}</tool_call>", {}),
         (OFFERED, ("<tool_call>", "</tool_call>"), f"a <tool_call>{NEAR}</tool_call>", {}),
+        (OFFERED + "{# <tool_call><function= #}", ("<tool_call>", "</s>"), f"a {QWEN}</s>", {}),
+        (OFFERED, ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), f"a {GLM}", {}),
         (OFFERED + "{# <|start_header_id|>ipython #}", (TAG, "<|eom_id|>"),
          f"a {TAG}{LLAMA}<|eom_id|>", {}),
         (OFFERED, (CALLS, "[ARGS]", "</s>"), f'a {CALLS}look[ARGS]{{"town": "Ulm"}}</s>', {}),
