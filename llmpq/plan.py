@@ -8,10 +8,10 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from actors.recovery.policy import OnEvent
-from llmpq.jobs.python_rows import RowsInput, dataset_of, rows_in, rows_of
+from llmpq.jobs.python_rows import RowsInput, rows_of
 from llmpq.keywords import EvaluationKeywords, RunKeywords, lists_options
 from llmpq.quality.calibration import with_calibrated
 from llmpq.quality.options import AUTO, KEPT_OPTIONS, EvaluationOptions
@@ -108,26 +108,6 @@ class Runs:
         """
         chosen = self._calibrated(RunOptions.of({"sampling": sampling, **options}))
         return Session(self.spec, chosen, self._source, on_event)
-
-    @lists_options(RunKeywords, RunOptions)
-    def run_dataset(
-        self,
-        dataset: Any,
-        sampling: SamplingInput = None,
-        *,
-        on_event: OnEvent | None = None,
-        **options: Unpack[RunKeywords],
-    ) -> Any:
-        """Generate for every row of a `ray.data.Dataset`; returns the results as another one.
-
-        Columns are named as the fields of a JSONL line and of a `Result`; rows without `custom_id`
-        get one that is made from their content. The rows stream through this process, the results
-        lie in Ray's object store, which spills to disk. Needs Ray to be initialised, pandas and
-        pyarrow. Takes the options of `run`, and raises what it raises.
-        """
-        chosen = RunOptions.of({"sampling": sampling, **options})
-        with self._results(rows_in(dataset), chosen, on_event) as results:
-            return dataset_of(results)
 
     def _results(
         self, rows: Iterable[Row | BadRow], options: RunOptions, on_event: OnEvent | None

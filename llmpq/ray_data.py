@@ -15,7 +15,7 @@ from llmpq.jobs.file_format import require_pyarrow
 from llmpq.jobs.parquet import plain_row
 from llmpq.keywords import RunKeywords, lists_options
 from llmpq.plan import Fleet, Plan
-from llmpq.rows.fields import is_field, nearest_field
+from llmpq.rows.fields import is_field, may_be_field, nearest_field
 from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
 from llmpq.rows.sampling import SamplingInput
 from llmpq.run.engine import CheckedModel
@@ -101,6 +101,7 @@ def _generated(
         batch_size=batch_size,
         batch_format="pyarrow",
         num_cpus=0,
+        allow_out_of_order_execution=False,  # as draws go by the number of a row
         label_selector={"ray.io/node-id": node},
     )
 
@@ -131,16 +132,19 @@ class _Generation:
             return batch
         names = [f"row-{self._rows + i}" for i in range(batch.num_rows)]
         self._rows += batch.num_rows
+        read = batch.select([name for name in batch.column_names if may_be_field(name)])
         rows = [
             {**_fields(plain_row(row)), "custom_id": name}
-            for row, name in zip(batch.to_pylist(), names, strict=True)
+            for row, name in zip(read.to_pylist(), names, strict=True)
         ]
         found = {result.custom_id: result for result in self._session.run(rows)}
         return _with_answers(batch, [found[name] for name in names])
 
 
 def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a row is read, or meant to be: its other columns need not be such as JSON has."""
+    """What of a row is read: its other columns need not be such as JSON has, and stay where they
+    are.
+    """
     return {
         name: value
         for name, value in row.items()

@@ -68,26 +68,20 @@ def write_results(sink: io.RawIOBase, rows: Iterable[Mapping[str, Any]], own: Co
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = result_schema(own, pa.field(FINGERPRINT, pa.string()))
-    with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
-        rest = map(own.cells, rows)
-        while group := list(islice(rest, ROWS_PER_GROUP)):
-            writer.write_table(pa.Table.from_pylist(group, schema))
-
-
-def result_schema(own: ColumnKinds, *more: Any) -> Any:
-    """Columns of a table of results: their fields, `more` fields, and `own` columns of rows."""
-    import pyarrow as pa
-
     types = {
         "custom_id": pa.string(),
         "text": pa.string(),
         "token_ids": pa.list_(pa.int32()),
         "finish_reason": pa.string(),
         "error": pa.string(),
+        FINGERPRINT: pa.string(),
     }
     fields = [pa.field(name, type_) for name, type_ in types.items()]
-    return pa.schema([*fields, *more, *(_field(*each) for each in own.kinds.items())])
+    schema = pa.schema([*fields, *(_field(*each) for each in own.kinds.items())])
+    with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
+        rest = map(own.cells, rows)
+        while group := list(islice(rest, ROWS_PER_GROUP)):
+            writer.write_table(pa.Table.from_pylist(group, schema))
 
 
 def with_json_values(rows: Iterable[Mapping[str, Any]], schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -176,10 +170,6 @@ class ColumnKinds:
                 if name not in _KNOWN:
                     kind = self.kinds.get(name, EMPTY)
                     self.kinds[name] = kind if kind == JSON else joined(kind, kind_of(value))
-
-    def add(self, other: ColumnKinds) -> None:
-        for name, kind in other.kinds.items():
-            self.kinds[name] = joined(self.kinds.get(name, EMPTY), kind)
 
     def cells(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row for a table of these columns: JSON text where a column holds that."""

@@ -1,30 +1,18 @@
-"""Prompts from Python: strings, token lists, dictionaries, tables, and Ray Datasets.
-
-Tables are those of pandas, polars and Arrow, and what can be read as one. Datasets need the extra
-`data` (pyarrow and pandas).
+"""Prompts from Python: strings, token lists, dictionaries, and tables of pandas, polars and Arrow,
+and what can be read as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from llmpq.jobs.file_format import require_pyarrow
-from llmpq.jobs.parquet import (
-    ROWS_AT_ONCE,
-    ColumnKind,
-    ColumnKinds,
-    plain_row,
-    result_schema,
-    with_json_values,
-)
+from llmpq.jobs.parquet import plain_row
 from llmpq.jobs.row_database import RowDatabase, WantedRow
-from llmpq.rows.results import Result, plain_value
-from llmpq.rows.row import BadRow, Occurrences, Row, RowInput, row_from_mapping
+from llmpq.rows.results import plain_value
+from llmpq.rows.row import BadRow, Row, RowInput, row_from_mapping
 from quant.common.errors import InputError
-
-ROWS_PER_BLOCK = 4096
 
 
 @runtime_checkable
@@ -51,32 +39,24 @@ def rows_of(items: RowsInput) -> Iterator[Row | BadRow]:
     if isinstance(items, str | bytes):
         raise InputError("rows is one string; pass a list of prompts")
     if is_table(items):
-        return _from_items(rows_of_table(items), None)
+        return _from_items(rows_of_table(items))
     if is_column(items):
-        return _from_items(prompts_of_column(items), None)
+        return _from_items(prompts_of_column(items))
     assert isinstance(items, Iterable)
     if isinstance(items, Sequence):
-        for _ in _from_items(items, None):
+        for _ in _from_items(items):
             pass
-    return _from_items(items, None)
+    return _from_items(items)
 
 
-def rows_named_by_content(items: Iterable[Mapping[str, Any]]) -> Iterator[Row | BadRow]:
-    """Rows of dictionaries in no settled order; ids are made from content where they lack."""
-    return _from_items(items, Occurrences())
-
-
-def _from_items(
-    items: Iterable[RowInput], occurrences: Occurrences | None
-) -> Iterator[Row | BadRow]:
+def _from_items(items: Iterable[RowInput]) -> Iterator[Row | BadRow]:
     database = RowDatabase()
     number = -1
     for number, item in enumerate(items):
         place = f"row-{number}"
         row = row_from_mapping(item if isinstance(item, Mapping) else {"prompt": item}, place)
         if not row.custom_id and isinstance(row, Row):
-            made = place if occurrences is None else occurrences.custom_id(row.named_by)
-            row = row.named(made)
+            row = row.named(place)
         twice = database.want_all([WantedRow(row.custom_id, "", number, 0)])
         if twice is not None:
             raise InputError(
@@ -152,42 +132,3 @@ def _rows_of_arrow(table: Any) -> Iterator[dict[str, Any]]:
         batches = pa.RecordBatchReader.from_stream(table)
     for batch in batches:
         yield from batch.to_pylist()
-
-
-def rows_in(dataset: Any) -> Iterator[Row | BadRow]:
-    """The rows of a dataset of prompts, batch by batch; raises `InputError` as `rows_of` does."""
-    require_pyarrow()
-    batches = dataset.iter_batches(batch_size=ROWS_AT_ONCE, batch_format="pyarrow")
-    return rows_named_by_content(plain_row(row) for batch in batches for row in batch.to_pylist())
-
-
-def dataset_of(results: Iterable[Result]) -> Any:
-    """A dataset of results, each block put into the object store as soon as it is full.
-
-    Blocks whose rows' own columns are of another kind than those of other blocks are made again in
-    the end: a dataset has one schema.
-    """
-    import ray
-
-    rest = iter(results)
-    blocks: list[tuple[Any, Mapping[str, ColumnKind]]] = []
-    own = ColumnKinds()
-    while taken := [result.as_dict() for result in islice(rest, ROWS_PER_BLOCK)]:
-        here = ColumnKinds()
-        here.note(taken)
-        own.add(here)
-        blocks.append((ray.put(_table(taken, here)), here.kinds))
-    alike: list[Any] = []
-    for block, kinds in blocks:
-        if kinds != own.kinds:
-            table = ray.get(block)
-            rows = with_json_values(table.to_pylist(), table.schema)
-            block = ray.put(_table(rows, own))
-        alike.append(block)
-    return ray.data.from_arrow_refs(alike)
-
-
-def _table(rows: Iterable[Mapping[str, Any]], own: ColumnKinds) -> Any:
-    import pyarrow as pa
-
-    return pa.Table.from_pylist([own.cells(row) for row in rows], result_schema(own))

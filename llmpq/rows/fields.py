@@ -269,6 +269,11 @@ KNOWN_FIELDS = frozenset(
 """Fields that have a meaning in a row, and never are its own columns."""
 
 
+def may_be_field(name: str) -> bool:
+    """Whether some value under `name` is a field of a row, or would be meant as one."""
+    return name in KNOWN_FIELDS or name in _WORDS or nearest_field(name) is not None
+
+
 def is_field(name: str, value: Any, row: Mapping[str, Any]) -> bool:
     """Whether what a `row` has under `name` is a field of it, and no column of the user's."""
     if name in KNOWN_FIELDS:

@@ -65,7 +65,6 @@ def test_options_of_an_evaluation_are_among_its_dataclass() -> None:
         (Cluster.pareto, PlanOptions),
         (Plan.run, RunOptions),
         (Plan.session, RunOptions),
-        (Plan.run_dataset, RunOptions),
         (processor, RunOptions),
         (Session.run, Sampling),
         (Plan.evaluate, None),
@@ -89,7 +88,7 @@ def test_an_unknown_option_names_the_nearest(plan: Plan, cluster_file: Any) -> N
     for call, name, nearest in (
         (lambda o: plan.run([[3]], **o), "temprature", "temperature"),
         (lambda o: plan.session(**o), "temprature", "temperature"),
-        (lambda o: plan.run_dataset(None, **o), "temprature", "temperature"),
+        (lambda o: processor(plan, **o), "temprature", "temperature"),
         (lambda o: cluster.plan("opt-125m", plan.workload, **o), "qualty", "quality"),
         (lambda o: cluster.pareto("opt-125m", plan.workload, **o), "qualty", "quality"),
     ):

@@ -2,39 +2,61 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmpq import Plan, SpecError
+from llmpq import Fleet, Plan, SpecError
 from llmpq.ray_data import processor
-from tests.llmpq.conftest import NEW_TOKENS
+from planner.fleet.fleet_spec import FleetRecord, FleetSpec
+from planner.plan.file import PLAN_VERSION
+from tests.llmpq.conftest import NEW_TOKENS, fleet_part
+from tests.paths import DEMO_MODEL
 
-ROWS = 8
-BAD = 5
+FEED = {"type": "function", "function": {"name": "feed"}}
+LIMITS = (1, 2, 3, 8, 5, 6, 10 * NEW_TOKENS, 7)
+BAD, CALLS = 6, 3
 
 
-def test_a_dataset_gets_the_answers_of_a_run(one_stage: Plan, local_ray: None) -> None:
-    """In its order and with its own columns, over several batches; a bad row has its error."""
+def asked(row: dict[str, Any]) -> dict[str, Any]:
+    """Chats and lists of token ids, one of the chats with a call that is forced."""
+    sampling = {"max_tokens": row["limit"], "temperature": 1.0, "seed": 4}
+    messages = json.dumps([{"role": "user", "content": row["topic"]}])
+    chat = {"prompt": None, "messages": messages, "tools": None, "tool_choice": None}
+    if row["limit"] == LIMITS[CALLS]:
+        chat |= {"tools": json.dumps([FEED]), "tool_choice": FEED}
+    ids = {**dict.fromkeys(chat), "prompt": [5 + row["limit"], 6]}
+    return {**(chat if row["is_chat"] else ids), "sampling_params": sampling}
+
+
+def test_a_dataset_gets_the_answers_of_a_run(local_ray: None, tmp_path: Path) -> None:
+    """In its order and with its own columns, over several batches and pipelines; a bad row has its
+    error.
+    """
     from ray import data  # half a second, which processes without this test need not spend
 
-    limits = [1 + i % NEW_TOKENS for i in range(ROWS)]
-    limits[BAD] = 10 * NEW_TOKENS
+    node = {"accelerators": {"T4": 1}, "usable_memory_gib": 0.1}
+    parts = tuple(fleet_part(DEMO_MODEL, [{**node, "name": name}], 2).spec for name in "ab")
+    fleet = Fleet(FleetSpec(PLAN_VERSION, "two", parts, (), 1.0, 1.0, FleetRecord(1.0, 2, 0, 1)))
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{# tools #}")
     given = [
-        {"ids": [5 + i, 6, 7], "limit": limit, "far": float("inf")}
-        for i, limit in enumerate(limits)
+        {"topic": f"def f{i}", "is_chat": i % 2 == 1, "limit": limit, "far": float("inf")}
+        for i, limit in enumerate(LIMITS)
     ]
-
-    def asked(row: dict[str, Any]) -> dict[str, Any]:
-        sampling = {"max_tokens": row["limit"], "temperature": 1.0, "seed": 4}
-        return {"prompt": row["ids"], "sampling_params": sampling}
 
     def answered(row: dict[str, Any]) -> dict[str, Any]:
         return {**row, "first": row["generated_tokens"][0]}
 
-    made = processor(one_stage, asked, answered, batch_size=3)(data.from_items(given)).take_all()
-    wanted = {each.custom_id: each for each in one_stage.run([asked(row) for row in given])}
-    assert [list(row["ids"]) for row in made] == [row["ids"] for row in given]
+    stage = processor(fleet, asked, answered, batch_size=3, chat_template=template)
+    made = stage(data.from_items(given, override_num_blocks=2)).take_all()
+    rows = [{k: v for k, v in asked(row).items() if v is not None} for row in given]
+    for row in rows:
+        row |= {name: json.loads(row[name]) for name in ("messages", "tools") if name in row}
+    wanted = {each.custom_id: each for each in fleet.run(rows, chat_template=template)}
+    assert [row["topic"] for row in made] == [row["topic"] for row in given]
     assert all(row["far"] == float("inf") for row in made)
     for i, row in enumerate(made):
         result = wanted[f"row-{i}"]
@@ -45,6 +67,9 @@ def test_a_dataset_gets_the_answers_of_a_run(one_stage: Plan, local_ray: None) -
         assert row["error"] == result.error
         assert row["num_input_tokens"] == result.prompt_tokens
         assert row["first"] == (None if i == BAD else result.token_ids[0])
+        assert [each["function"]["name"] for each in row.get("tool_calls") or ()] == (
+            ["feed"] if i == CALLS else []
+        )
     assert "max_new_tokens" in made[BAD]["error"]
 
 

@@ -6,16 +6,13 @@ import csv
 import gzip
 import io
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmpq.jobs import python_rows
 from llmpq.jobs.file_format import SUFFIXES
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions
@@ -26,7 +23,6 @@ from llmpq.jobs.parquet import (
     with_json_values,
     write_results,
 )
-from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
@@ -195,28 +191,6 @@ def test_a_table_of_too_many_columns_is_refused_before_anything_runs(tmp_path: P
     write_prompts(source, *rows[:-1])
     run_job(source, tmp_path / "out.csv")
     assert len(content_of(tmp_path / "out.csv").split("\n", 1)[0].split(",")) == 6 + MOST_COLUMNS
-
-
-def test_blocks_of_a_dataset_have_one_schema(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are made again where a later one has other columns, or values of another kind."""
-    kept: list[Any] = []
-
-    def put(table: Any) -> int:
-        kept.append(table)
-        return len(kept) - 1
-
-    data = SimpleNamespace(from_arrow_refs=lambda refs: [kept[each] for each in refs])
-    ray = SimpleNamespace(put=put, get=kept.__getitem__, data=data)
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(python_rows, "ROWS_PER_BLOCK", 1)
-    columns = [{"a": {"b": 1}}, {"a": "x", "n": 1}, {"n": 0.5}, {}]
-    blocks = python_rows.dataset_of(
-        Result(str(i), "", (i,), "stop", columns=each) for i, each in enumerate(columns)
-    )
-    assert len({str(block.schema) for block in blocks}) == 1
-    rows = with_json_values(pa.concat_tables(blocks).to_pylist(), blocks[0].schema)
-    found = [{n: row[n] for n in ("a", "n") if row[n] is not None} for row in rows]
-    assert found == columns
 
 
 def test_kinds_of_all_pairs_hold_both_values() -> None:

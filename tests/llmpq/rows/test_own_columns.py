@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmpq.jobs.python_rows import rows_named_by_content, rows_of
+from llmpq.jobs.python_rows import rows_of
 from llmpq.rows.fields import KNOWN_FIELDS, nearest_field
 from llmpq.rows.results import Result
-from llmpq.rows.row import BadRow, Row, row_from_line, row_from_mapping
+from llmpq.rows.row import BadRow, Occurrences, Row, row_from_line, row_from_mapping
 from tests.llmpq.fake_jobs import read_rows, write_prompts
 
 VALUES: dict[str, Any] = {
@@ -198,14 +198,14 @@ def test_what_a_result_cannot_carry_is_an_error(content: dict[str, Any], error: 
 
 
 def test_columns_are_part_of_an_id_that_is_made_of_content_alone() -> None:
-    one, other, plain, again = rows_named_by_content(
-        [
-            {"prompt": "p", "topic": "a"},
-            {"prompt": "p", "topic": "b"},
-            {"prompt": "p"},
-            {"topic": "a", "prompt": "p"},
-        ]
-    )
-    assert again.custom_id == f"{one.custom_id}-2"
-    assert len({one.custom_id, other.custom_id, plain.custom_id}) == 3
+    contents: list[dict[str, Any]] = [
+        {"prompt": "p", "topic": "a"},
+        {"prompt": "p", "topic": "b"},
+        {"prompt": "p"},
+        {"topic": "a", "prompt": "p"},
+    ]
+    made = Occurrences()
+    one, other, plain, again = (made.custom_id(row_of(**each).named_by) for each in contents)
+    assert again == f"{one}-2"
+    assert len({one, other, plain}) == 3
     assert [row.custom_id for row in rows_of([{"prompt": "p", "topic": "a"}])] == ["row-0"]
