@@ -82,10 +82,42 @@ def _check(matcher: LLMatcher) -> None:
         raise ValueError(why[:_ERROR_CHARACTERS])
 
 
+_SERIALISED = '{"grammars":'
+_ANSWER = "answer"
+_BEHIND = json.dumps({"grammar": _SERIALISED}, separators=(",", ":"))[:-2]
+
+
+def behind_reasoning(form: str, opening: str, closing: str, has_begun: bool) -> str:
+    """The form of an answer that reasons before it has `form`: to the end of `closing`, if the
+    prompt `has_begun` to, else where it begins with `opening`. Both as Lark writes a token or text.
+    """
+    grammars = json.loads(_grammar(form))["grammars"]
+    grammars[0]["name"] = _ANSWER
+    start = f"thought @{_ANSWER}" if has_begun else f"{opening} thought @{_ANSWER} | @{_ANSWER}"
+    is_token = closing.startswith("<")  # which no text holds
+    thought = f"text {closing}" if is_token else "text"
+    end = "" if is_token else f"[suffix={closing}]"
+    lines = (
+        f"start: {start}",
+        f"thought: {thought}",
+        f"text{end}: /(?s:.*)/",
+    )
+    whole = [{"lark_grammar": "\n".join(lines)}, *grammars]
+    text = _SERIALISED + json.dumps(whole, ensure_ascii=False, separators=(",", ":")) + "}"
+    return json.dumps({"grammar": text}, ensure_ascii=False, separators=(",", ":"))
+
+
+def leaves_room(form: str) -> bool:
+    """Whether an answer of `form` may reason first: of none, or one of `behind_reasoning`."""
+    return not form or form.startswith(_BEHIND)
+
+
 def _grammar(form: str) -> str:
     from llguidance import LLMatcher, grammar_from
 
     ((kind, value),) = json.loads(form).items()
+    if kind == "grammar" and value.startswith(_SERIALISED):
+        return str(value)
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(
             value, defaults={"whitespace_pattern": WHITE_SPACE}

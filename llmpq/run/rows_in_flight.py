@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import TypeAdapter
 
 from actors.messages import Finished, Request
-from llmpq.lengths.finished_rows import texts_of
+from actors.stage.grammar import leaves_room
 from llmpq.rows.generations import Wanted
 from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.drift import LengthRecord
 from llmpq.run.meter import RunMeter
-from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, divided
+from llmpq.tokenizing.reasoning import divided
 from llmpq.tokenizing.requests import RequestMaker, not_finite
 from llmpq.tokenizing.tokenizer_process import Tokenized
 from llmpq.tokenizing.tool_calls import CallReading, calls_apart, calls_reason
@@ -202,11 +202,10 @@ class RowsInFlight:
         request, markers = own.request, self._maker.markers
         held = self.columns_held.get(own.custom_id, {})
         columns = {name: held[name] for name in (REASONING, CALLS) if name in held}
-        has_form = bool(request.sampling.structured_outputs)  # which leaves no room for reasoning
-        if REASONING in columns and text is not None and markers is not None and not has_form:
-            end = texts_of(self._maker.tokenizer, [request.prompt_ids[-PROMPT_END_TOKENS:]])[0]
-            reasoning, text = divided(text, markers, end)
-            columns[REASONING] = reasoning
+        form = request.sampling.structured_outputs
+        if REASONING in columns and text is not None and markers and leaves_room(form):
+            end = self._maker.prompt_end(request.prompt_ids)
+            columns[REASONING], text = divided(text, markers, end, bool(form))
         if CALLS in columns and text is not None:
             reading = CallReading(*columns[CALLS])
             text, calls = calls_apart(text, reading, request.custom_id)

@@ -117,8 +117,11 @@ class Engine(Protocol):
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text that ids add to `before`, without special tokens; U+FFFD for half characters."""
 
-    async def check_form(self, form: str) -> None:
-        """Raise `FormError` where no answer can have the form, `Sampling.structured_outputs`."""
+    async def kept_form(self, form: str, has_begun: bool | None = None) -> str:
+        """The form `Sampling.structured_outputs` as stages keep it, behind reasoning unless
+        `has_begun` is None: whether the prompt begins that. Raises `FormError` where no answer can
+        have it.
+        """
 
     def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of an answer; closing the generator ends the generation and frees its slot.

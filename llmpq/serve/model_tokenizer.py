@@ -64,10 +64,11 @@ class ModelTokenizer:
     def call_reading(self, options: Mapping[str, Any]) -> CallReading | None:
         return call_reading(options, self._tool_parser, self._of_job)
 
-    async def check_form(self, form: str) -> None:
-        why = await self._encoder.form_error(form)
-        if why is not None:
-            raise FormError(why)
+    async def kept_form(self, form: str, has_begun: bool | None = None) -> str:
+        kept = await self._encoder.kept_form(form, has_begun)
+        if kept.text is None:
+            raise FormError(kept.error)
+        return kept.text
 
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text of token ids, as `Engine.decode`; of single tokens it is remembered."""
@@ -149,9 +150,9 @@ class _Asked:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self.process.ask, task)
 
-    async def form_error(self, form: str) -> str | None:
+    async def kept_form(self, form: str, has_begun: bool | None) -> Tokenized:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self.process.form_error, form)
+        return await loop.run_in_executor(self._thread, self.process.kept_form, form, has_begun)
 
     def close(self) -> None:
         self.process.close()

@@ -80,7 +80,7 @@ class PipelineEngine:
         self.tokenizer = ModelTokenizer(model.folder, limits, options.prompting)
         self.markers = self.tokenizer.markers
         self.encode, self.decode = self.tokenizer.encode, self.tokenizer.decode
-        self.check_form = self.tokenizer.check_form
+        self.kept_form = self.tokenizer.kept_form
         self.call_reading = self.tokenizer.call_reading
         try:
             check()

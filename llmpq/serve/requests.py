@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Asked:
 
     `prompt_tokens` counts each prompt once, however many answers it gets. `prompt_end` is the last
     text of a chat's prompt for a model that reasons between `markers`, None of any other and of an
-    answer whose form leaves no room for reasoning. `calls`: how calls of tools are read, if any.
+    answer that must call a tool. `calls`: how calls of tools are read, if any.
     """
 
     generations: tuple[Request, ...]
@@ -49,7 +49,8 @@ class Asked:
     def whole(self, answer: TextPiece) -> TextPiece:
         """A whole `answer` with its reasoning and calls apart, where there may be any."""
         if self.markers is not None:
-            reasoning, content = divided(answer.text, self.markers, self.prompt_end)
+            has_form = bool(self.generations[0].sampling.structured_outputs)
+            reasoning, content = divided(answer.text, self.markers, self.prompt_end, has_form)
             answer = replace(answer, text=content, reasoning=reasoning)
         if self.calls is None:
             return answer
@@ -95,9 +96,10 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
     """The generations that `body` asks for, with ids of `name`; 400 names the field at fault."""
     options = body.prompt_options
     sampling = _sampling(body.sampling, options, engine)
-    if sampling.structured_outputs:
-        field = TOOLS if CHOICE in options else body.form_field
-        await _check_form(field, sampling.structured_outputs, engine)
+    form = sampling.structured_outputs
+    field = TOOLS if CHOICE in options else body.form_field
+    if form:
+        await _kept_form(field, form, None, engine)
     where = "prompt" if isinstance(body, CompletionBody) else "messages"
     generations: list[Request] = []
     prompt_tokens = 0
@@ -110,6 +112,10 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
                 "min_tokens",
             )
         prompt_tokens += len(ids)
+        markers, end = await _reasoning(body, ids, engine)
+        if form and markers is not None:
+            kept = await _kept_form(field, form, markers.begun_by(end), engine)
+            sampling = replace(sampling, structured_outputs=kept)
         for _ in range(body.answers):
             number = len(generations)
             made = f"{name}-{number}"
@@ -125,12 +131,17 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
                     adapter=body.model if body.model in engine.adapters else "",
                 )
             )
-    is_free = isinstance(body, ChatBody) and not sampling.structured_outputs
-    markers, end = engine.markers if is_free else None, ""
-    if markers is not None:
-        end = await engine.decode(generations[0].prompt_ids[-PROMPT_END_TOKENS:])
     calls = engine.call_reading(options) if isinstance(body, ChatBody) else None
     return Asked(tuple(generations), prompt_tokens, markers, end, calls)
+
+
+async def _reasoning(
+    body: CompletionBody | ChatBody, prompt_ids: Sequence[int], engine: Engine
+) -> tuple[Markers | None, str]:
+    """The markers of an answer that may reason, and the end of its prompt, where one may stand."""
+    if not isinstance(body, ChatBody) or CHOICE in body.prompt_options or engine.markers is None:
+        return None, ""
+    return engine.markers, await engine.decode(prompt_ids[-PROMPT_END_TOKENS:])
 
 
 def _sampling(given: Mapping[str, Any], options: Mapping[str, Any], engine: Engine) -> Sampling:
@@ -144,9 +155,9 @@ def _sampling(given: Mapping[str, Any], options: Mapping[str, Any], engine: Engi
     return sampling
 
 
-async def _check_form(field: str, form: str, engine: Engine) -> None:
+async def _kept_form(field: str, form: str, has_begun: bool | None, engine: Engine) -> str:
     try:
-        await engine.check_form(form)
+        return await engine.kept_form(form, has_begun)
     except FormError as error:
         raise bad_request(f"{field} cannot be kept: {error}", field) from error
 

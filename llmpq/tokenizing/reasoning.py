@@ -19,6 +19,11 @@ class Markers(NamedTuple):
     opening: str
     closing: str
 
+    def begun_by(self, prompt_end: str) -> bool | None:
+        """Whether a prompt that ends so begins the reasoning; None for one that asks for none."""
+        end = prompt_end.rstrip()
+        return None if end.endswith(self.closing) else end.endswith(self.opening)
+
 
 class ReasoningStream:
     """Divides an answer that comes in pieces into reasoning and content.
@@ -29,11 +34,11 @@ class ReasoningStream:
     """
 
     def __init__(self, markers: Markers, prompt_end: str) -> None:
-        end = prompt_end.rstrip()
+        has_begun = markers.begun_by(prompt_end)
         self._markers = markers
-        self._has_begun = end.endswith(markers.closing)
+        self._has_begun = has_begun is None
         self._held = ""
-        self.has_reasoning = self._is_reasoning = end.endswith(markers.opening)
+        self.has_reasoning = self._is_reasoning = bool(has_begun)
 
     def add(self, piece: str) -> tuple[str, str]:
         """Reasoning and content that are certain with `piece`."""
@@ -68,11 +73,15 @@ class ReasoningStream:
         return (held, "") if self._is_reasoning else ("", held)
 
 
-def divided(text: str, markers: Markers, prompt_end: str) -> tuple[str | None, str]:
-    """Reasoning (None: none) and content of an answer; a closing marker is enough for it."""
-    is_closed = prompt_end.rstrip().endswith(markers.closing)
+def divided(
+    text: str, markers: Markers, prompt_end: str, has_form: bool = False
+) -> tuple[str | None, str]:
+    """Reasoning (None: none) and content of an answer; a closing marker is enough for it, unless it
+    may be a text in an answer that has a form.
+    """
+    is_open = markers.begun_by(prompt_end) is not None and not has_form
     stream = ReasoningStream(
-        markers, markers.opening if markers.closing in text and not is_closed else prompt_end
+        markers, markers.opening if is_open and markers.closing in text else prompt_end
     )
     parts = zip(stream.add(text), stream.finish(), strict=True)
     reasoning, content = map("".join, parts)

@@ -16,7 +16,7 @@ from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import merge_sampling
 from llmpq.rows.tools import CHOICE, TOOLS
 from llmpq.tokenizing.prompting import Prompting
-from llmpq.tokenizing.reasoning import Markers
+from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, Markers
 from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized, TokenizerProcess
 from planner.workload import MAX_TOKENS, Workload
 from quant.checkpoint.model_reference import local_model
@@ -42,6 +42,7 @@ class _Begun(NamedTuple):
     sampling: Sampling
     task: int
     adapter: str
+    may_reason: bool
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ class RequestMaker:
             self._check_sampling(sampling, TOOLS if CHOICE in row.prompt_options else FORM)
             adapter = self._adapter(row)
             if row.token_ids is None:
-                return _Begun(row.custom_id, sampling, self._submitted(row), adapter)
+                may_reason = row.messages is not None and CHOICE not in row.prompt_options
+                task = self._submitted(row)
+                return _Begun(row.custom_id, sampling, task, adapter, may_reason)
             return self._made(row.custom_id, sampling, row.token_ids, adapter)
         except RowError as error:
             return BadRow(row.custom_id, str(error))
@@ -122,9 +125,28 @@ class RequestMaker:
             return
         if self.tokenizer is None:
             raise RowError(f"{field} needs a tokenizer, which the model has not")
-        why = self.tokenizer.form_error(form)
+        why = self.tokenizer.kept_form(form).error
         if why is not None:
             raise RowError(f"{field} {form!r:.80} cannot be kept: {why}")
+
+    def _behind_reasoning(self, sampling: Sampling, ids: Sequence[int]) -> Sampling:
+        """`sampling` of a chat, whose form binds once the model has reasoned."""
+        form, markers = sampling.structured_outputs, self.markers
+        if not form or markers is None or self.tokenizer is None:
+            return sampling
+        has_begun = markers.begun_by(self.prompt_end(ids))
+        if has_begun is None:
+            return sampling
+        kept = self.tokenizer.kept_form(form, has_begun)
+        if kept.text is None:
+            raise RowError(f"{FORM} {form!r:.80} cannot be kept behind reasoning: {kept.error}")
+        return replace(sampling, structured_outputs=kept.text)
+
+    def prompt_end(self, ids: Sequence[int]) -> str:
+        """The last text of a prompt, where a marker of reasoning may stand."""
+        assert self.tokenizer is not None
+        task = {"ids": ids[-PROMPT_END_TOKENS:], "before": ()}
+        return self.tokenizer.ask(task).text or ""
 
     def _submitted(self, row: Row) -> int:
         if self.tokenizer is None:
@@ -151,7 +173,10 @@ class RequestMaker:
                 raise self._too_long(answer.characters, self.tokenizer.most_characters or 0)
             if answer.tokens is not None:
                 raise self._too_many(answer.tokens)
-            return self._made(begun.custom_id, begun.sampling, answer.ids or (), begun.adapter)
+            ids, sampling = answer.ids or (), begun.sampling
+            if begun.may_reason:
+                sampling = self._behind_reasoning(sampling, ids)
+            return self._made(begun.custom_id, sampling, ids, begun.adapter)
         except RowError as error:
             return BadRow(begun.custom_id, str(error))
 

@@ -6,9 +6,9 @@ transformers is; torch, which tokenizers do without, is kept out. Its settings c
 only argument, tasks as one JSON object a line, and each is answered by one line before the next is
 looked at: `{"text": …}` and `{"chat": [messages]}`, with the row's own `options`, by `ids`, or by
 the `tokens` or `characters` that are too many; `{"ids": […], "before": […]}` by the `text` that ids
-add to that of those before, `{"lists": [[before, ids], …]}` by `texts`, `{"form": …}` by an empty
-`text` where answers can have that form; any by the `error` of what (`of`) failed. The first line
-that it writes says what was loaded, or why nothing was.
+add to that of those before, `{"lists": [[before, ids], …]}` by `texts`, `{"form": …}` by the `text`
+of the form as stages keep it, behind reasoning where there is a `has_begun`; any by the `error` of
+what (`of`) failed. The first line that it writes says what was loaded, or why nothing was.
 
 The kernel bounds it: address space (RLIMIT_AS), and an alarm that nobody handles for seconds, which
 holds for native code too and where nobody is left to watch.
@@ -83,8 +83,7 @@ class RowTokenizer:
                 return {"texts": [self._text(*each) for each in task["lists"]]}
             if "form" in task:
                 of = "form"
-                self._compile(task["form"])
-                return {"text": ""}
+                return {"text": self._kept_form(task["form"], task.get("has_begun"))}
             own = task.get("options", {})
             adds = {**self._options, **own}.get("add_special_tokens", "chat" not in task)
             if "chat" not in task:
@@ -108,13 +107,23 @@ class RowTokenizer:
         text.encode()  # half a surrogate pair could not be written
         return text
 
-    def _compile(self, form: str) -> None:
-        """Raise ValueError for a form that stages could not keep answers to."""
-        from actors.stage.grammar import compiled, vocabulary_of
+    def _kept_form(self, form: str, has_begun: bool | None) -> str:
+        """`form`, or that of an answer which may reason before, unless `has_begun` is None;
+        ValueError for one that stages could not keep answers to.
+        """
+        from actors.stage.grammar import behind_reasoning, compiled, vocabulary_of
 
         if self._vocabulary is None:
             self._vocabulary = vocabulary_of(self.tokenizer)
+        if self.markers is not None and has_begun is not None:
+            opening, closing = map(self._lark_of, self.markers)
+            form = behind_reasoning(form, opening, closing, has_begun)
         compiled(form, self._vocabulary)
+        return form
+
+    def _lark_of(self, marker: str) -> str:
+        number = self.tokenizer.get_vocab().get(marker)
+        return json.dumps(marker) if number is None else f"<[{number}]>"
 
     def _render(self, messages: list[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         kwargs = dict(self._options.get("chat_template_kwargs", {}))

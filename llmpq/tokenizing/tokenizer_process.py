@@ -106,7 +106,7 @@ class TokenizerProcess:
         self._numbers = 0
         self._waiting: deque[_Task] = deque()
         self._answers: dict[int, Tokenized] = {}
-        self._forms: dict[str, str | None] = {}
+        self._forms: dict[tuple[str, bool | None], Tokenized] = {}
         self._retried = -1
         self._forgotten = 0
         self._heard_s = time.monotonic()
@@ -159,15 +159,17 @@ class TokenizerProcess:
     def ask(self, task: Mapping[str, Any]) -> Tokenized:
         return self.answer(self.submit(task))
 
-    def form_error(self, form: str) -> str | None:
-        """Why answers cannot have `form`, `Sampling.structured_outputs`; None where they can. One
-        that was asked about before takes no time.
+    def kept_form(self, form: str, has_begun: bool | None = None) -> Tokenized:
+        """`form`, `Sampling.structured_outputs`, as stages keep it, or the `error` why answers
+        cannot have it. An answer may reason before, unless `has_begun` is None: whether the prompt
+        begins that. One that was asked about before takes no time.
         """
-        if form not in self._forms:
+        key = form, has_begun
+        if key not in self._forms:
             if len(self._forms) >= _REMEMBERED_FORMS:
                 del self._forms[next(iter(self._forms))]
-            self._forms[form] = self.ask({"form": form}).error
-        return self._forms[form]
+            self._forms[key] = self.ask({"form": form, "has_begun": has_begun})
+        return self._forms[key]
 
     def forget(self) -> None:
         """Forget all tasks so far, whose answers nobody asks for any more."""

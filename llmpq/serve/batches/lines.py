@@ -52,7 +52,7 @@ class BehindOnline:
         self.model_name, self.created_s = engine.model_name, engine.created_s
         self.adapters = engine.adapters
         self.limits, self.sampling, self.markers = engine.limits, engine.sampling, engine.markers
-        self.decode, self.check_form = engine.decode, engine.check_form
+        self.decode, self.kept_form = engine.decode, engine.kept_form
         self.call_reading = engine.call_reading
         self._gate = gate
         self._starting = 0

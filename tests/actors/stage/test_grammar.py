@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from actors.messages import Admission, FinishReason, Sampling, TokenLogprobs
-from actors.stage.grammar import Grammars, compiled, vocabulary_of
+from actors.stage.grammar import Grammars, behind_reasoning, compiled, leaves_room, vocabulary_of
 from actors.stage.sampler import Sampler
 from tests.actors.batches import batch_in_ranges
 from tests.llmpq.small_tokenizers import piece_tokenizer, strip_decoder
@@ -46,10 +46,13 @@ def admitted(slot: int, sampling: Sampling, most: int = 200, **given: Any) -> Ad
 
 
 def drawn(
-    admissions: Sequence[Admission], steps: int = 200, favoured: int | None = None
+    admissions: Sequence[Admission],
+    steps: int = 200,
+    favoured: int | None = None,
+    tokenizer: Any = TOKENIZER,
 ) -> Answers:
     """Answers of a sampler to logits that depend on slot and position alone."""
-    sampler = Sampler([END], TOKENIZER)
+    sampler = Sampler([END], tokenizer)
     answers: Answers = [(list(each.generated), None) for each in admissions]
     for step in range(steps):
         live = [n for n, (_, reason) in enumerate(answers) if reason is None]
@@ -135,6 +138,41 @@ def test_an_answer_goes_on_from_the_tokens_that_it_has() -> None:
         begun = [tuple(tokens[:cut]) for tokens, _ in whole]
         again = [admitted(n, sampling, generated=each) for n, each in enumerate(begun)]
         assert drawn(again) == whole
+
+
+REASONING = AutoTokenizer.from_pretrained(DEMO_MODEL)
+REASONING.add_tokens(["<think>", "</think>"])
+
+
+@pytest.mark.parametrize("markers", [("<think>", "</think>"), ("<", ">")])
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_form_binds_once_the_answer_has_reasoned(
+    markers: tuple[str, str], has_begun: bool
+) -> None:
+    """Between tokens or texts, begun by the prompt or the answer; replayed within it too."""
+    ids = REASONING.convert_tokens_to_ids(markers)
+    as_tokens = [f"<[{token}]>" if token >= VOCABULARY else json.dumps(text)
+                 for token, text in zip(ids, markers, strict=True)]  # fmt: skip
+    form = behind_reasoning(json.dumps(LETTERS), *as_tokens, has_begun)
+    assert leaves_room(form)
+    assert not leaves_room(json.dumps(LETTERS))
+    sampling = Sampling(temperature=1.0, structured_outputs=form, logit_bias={ids[0]: 4, ids[1]: 8})
+    admissions = [admitted(n, sampling) for n in range(12)]
+    answers = drawn(admissions, tokenizer=REASONING)
+    thoughts = []
+    for tokens, reason in answers:
+        before, closing, content = str(REASONING.decode(tokens)).partition(markers[1])
+        if not has_begun and not before.startswith(markers[0]):
+            before, content = "", before
+        assert reason == "stop"
+        assert regex.fullmatch(LETTERS["regex"], content.removesuffix("<|eos|>"))
+        thoughts += [before] if closing else []
+    assert max(map(len, thoughts)) > 20
+    assert (len(thoughts) == 12) == has_begun
+    for cut in (-1, 2):
+        begun = [tuple(tokens[: min(cut, len(tokens) - 1)]) for tokens, _ in answers]
+        again = [replace(each, generated=had) for each, had in zip(admissions, begun, strict=True)]
+        assert drawn(again, tokenizer=REASONING) == answers
 
 
 def test_rows_without_a_form_are_not_touched() -> None:

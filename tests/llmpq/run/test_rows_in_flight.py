@@ -5,7 +5,10 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from actors.messages import Finished, Request, Sampling
+from actors.stage.grammar import compiled, vocabulary_of
 from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.meter import RunMeter
@@ -128,6 +131,43 @@ def test_reasoning_of_chats_comes_beside_their_texts(tmp_path: Path) -> None:
     assert found["text"].columns == {}
     assert rows.columns_held == {}
     rows.long.close()
+
+
+def test_an_answer_with_a_form_reasons_before_it(tmp_path: Path) -> None:
+    """Where the prompt lets it; a closing marker within JSON is none."""
+    template = "{{ messages[0].content }}"
+    special = ("</s>", "<think>", "</think>")
+    folder = write_byte_tokenizer(tmp_path / "m", special, template=template)
+    form = Sampling(structured_outputs={"json": {"type": "string"}}).structured_outputs
+    given = {
+        "asked": ("hi", '<think>a</think>"4"', "a", '"4"'),
+        "opened": ("hi <think>\n", 'a</think>"4"', "a", '"4"'),
+        "cut": ("hi <think>", "a", "a", ""),
+        "none": ("hi", '"</think>"', None, '"</think>"'),
+        "closed": ("<think></think>", '"4"', None, '"4"'),
+    }
+    with closing(load_tokenizer(folder, RowLimits())) as tokenizer:  # type: ignore[type-var]
+        maker = RequestMaker(LONG, 300, Sampling(structured_outputs=form), tokenizer)
+        rows = RowsInFlight(maker, RunMeter(None, None))
+        chats = [
+            Row(name, messages=({"role": "user", "content": prompt},))
+            for name, (prompt, *_) in given.items()
+        ]
+        requests = [each for each in rows.requests(maker.requests(rows.taken_in(chats))) if each]
+        for request in requests:
+            _, answer, reasoning, text = given[request.custom_id]
+            kept = request.sampling.structured_outputs
+            assert (kept == form) == (request.custom_id == "closed")
+            pieces = [*answer] if request.custom_id == "none" else [answer]  # so that no marker is
+            asked = [tokenizer.ask({"text": each}).ids for each in pieces]  # type: ignore[union-attr]
+            ids = tuple(token for each in asked for token in each or ())
+            matcher = compiled(kept, vocabulary_of(AutoTokenizer.from_pretrained(folder)))
+            assert matcher.validate_tokens(list(ids)) == len(ids)
+            (result,) = rows.results([Finished(request.custom_id, ids, "stop")])
+            assert (result.text, result.columns[REASONING]) == (text, reasoning)
+        text = next(maker.requests([Row("text", text="hi")]))
+        assert isinstance(text, Request)
+        assert text.sampling.structured_outputs == form
 
 
 def test_calls_of_tools_come_beside_texts_and_reasoning(tmp_path: Path) -> None:

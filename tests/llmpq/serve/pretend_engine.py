@@ -40,7 +40,8 @@ class PretendEngine:
 
     `hold_after`: tokens after which generations wait for `go_on`; `fault` is raised after as many.
     `shared_tokens`: those of each prompt that are not computed. `live` are the ids of generations
-    that run, `seen` all requests, `tokens` those given out.
+    that run, `seen` all requests, `tokens` those given out, `forms` what was said of reasoning
+    before the forms that were asked about.
     """
 
     answer: Callable[[Request], bytes] = repeated
@@ -60,6 +61,7 @@ class PretendEngine:
     created_s: int = 1_700_000_000
     live: set[str] = field(default_factory=set)
     seen: list[Request] = field(default_factory=list)
+    forms: list[bool | None] = field(default_factory=list)
     tokens: int = 0
     is_holding: bool = False
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,9 +87,11 @@ class PretendEngine:
     def call_reading(self, options: Mapping[str, Any]) -> CallReading | None:
         return call_reading(options, self.tool_parser, {})
 
-    async def check_form(self, form: str) -> None:
+    async def kept_form(self, form: str, has_begun: bool | None = None) -> str:
         if "impossible" in form:
             raise FormError("no text has this form")
+        self.forms.append(has_begun)
+        return form
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """The bytes of the answer, one token each."""

@@ -189,8 +189,25 @@ def test_reasoning_that_the_prompt_opens() -> None:
         {"content": "4"},
         {},
     ]
-    formed = ask(CHAT, body | {"response_format": {"type": "json_object"}}, thinks("{}"))
-    assert formed.json()["choices"][0]["message"]["content"] == "{}"  # no room for reasoning
+
+
+def test_an_answer_with_a_form_reasons_before_it() -> None:
+    """What the prompt begins is told to what compiles the form; in JSON a marker is none."""
+    form = {"response_format": {"type": "json_object"}}
+    for prompt, answer, reasoning, content in (
+        ("<think>", "a</think>{}", "a", "{}"),
+        ("hi", '{"a": "</think>"}', None, '{"a": "</think>"}'),
+        ("</think>", "{}", None, "{}"),
+    ):
+        body = chat(messages=[{"role": "user", "content": prompt}], **form)
+        served = thinks(answer)
+        message = ask(CHAT, body, served).json()["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+        has_begun = {"<think>": True, "hi": False, "</think>": None}[prompt]
+        assert served.forms == [None, has_begun]
+        chunks = events(ask(CHAT, {**body, "stream": True}, thinks(answer)).text)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content", "") for delta in deltas) == content
 
 
 def test_texts_are_not_divided() -> None:

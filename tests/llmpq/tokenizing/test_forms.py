@@ -105,10 +105,10 @@ def test_large_forms_end_the_process_never_and_are_compiled_once(
     for form in LARGE:
         assert len(json.dumps(form)) < MOST_FORM_BYTES
         text = Sampling(structured_outputs=form).structured_outputs
-        why = tokenizer.form_error(text)
+        why = tokenizer.kept_form(text).error
         assert (why is not None) == (form in TOO_LARGE), why
         numbers = tokenizer.submit({"text": "a"})
-        tokenizer.form_error(text)
+        tokenizer.kept_form(text)
         assert tokenizer.submit({"text": "a"}) == numbers + 1
     tokenizer.forget()
     (made,) = maker(tokenizer).requests([row_from_mapping({"prompt": "Hi"}, "f:1")])
