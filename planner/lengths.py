@@ -173,6 +173,21 @@ class Lengths:
         prompts, outputs = np.array(self.prompt_tokens), np.array(self.output_tokens)
         return float((self.reserved(prompts, outputs) * outputs).sum() / outputs.sum())
 
+    def mean_grown(self, growth: int) -> float:
+        """As `mean_reserved`, where rows begin with room for their prompt and `growth` tokens, and
+        take as many more when these are full.
+        """
+        prompts, outputs = np.array(self.prompt_tokens), np.array(self.output_tokens)
+        most = self.reserved(prompts, outputs)
+        size, held = np.minimum(prompts + growth, most), np.zeros(len(prompts))
+        begun = np.zeros(len(prompts), dtype=np.int64)
+        while (begun < outputs).any():
+            # the last token needs no room, as it is not computed with
+            until = np.clip(size - prompts + 1, begun, outputs)
+            held += (until - begun) * size
+            begun, size = until, np.minimum(size + growth, most)
+        return float(held.sum() / outputs.sum())
+
     def rows(self, count: int) -> tuple[IntArray, IntArray]:
         """Prompt and output tokens [count] of evenly spaced rows, or of the sample repeated."""
         held = len(self.prompt_tokens)

@@ -288,10 +288,10 @@ class PlanOptions:
         given = [name for name in BOUNDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise SpecError(f"{' and '.join(given)}: give one of them, the other is minimised")
-        if self.predictor is not None and self.policy != PREDICTING:
+        if self.predictor is not None and self.policy not in PREDICTING:
             raise SpecError(
                 f"predictor has no effect with policy {self.policy}; leave it out, or choose "
-                f"policy {PREDICTING}"
+                "policy s3"
             )
         _ = self.scheduling
 

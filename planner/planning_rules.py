@@ -72,7 +72,7 @@ PLAN_RULES = (
         ("predictor",),
         "only policy s3 reserves by predicted lengths; choose it, or leave the predictor out",
         beside="policy",
-        values=tuple(name for name in POLICY_NAMES if name != PREDICTING),
+        values=tuple(name for name in POLICY_NAMES if name not in PREDICTING),
     ),
     Rule(
         ("predictor",),

@@ -14,19 +14,25 @@ Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
-PolicyName = Literal["static", "orca", "s3", "exegpt"]
+PolicyName = Literal["static", "orca", "s3", "s3-published", "exegpt"]
 """`static`: the plan's micro-batches of either phase; `orca`: whoever came first, for every
-iteration anew, both phases in one micro-batch; `s3`: as `orca`, but each request reserves room for
-the answer that is expected of it, and the longest that fits joins first; `exegpt`: the plan's
-schedule for a bound on latency, prompts and decode steps apart. `actors.schedule.table` has a
-scheduler for each."""
+iteration anew, both phases in one micro-batch; `s3`: as `orca`, but ranges grow with the answers,
+and whoever joins keeps the memory that is foreseen within what there is; `s3-published`: each
+request reserves room for the answer that is expected of it, and the longest that fits joins first;
+`exegpt`: the plan's schedule for a bound on latency, prompts and decode steps apart.
+`actors.schedule.table` has a scheduler for each."""
 
-POLICY_NAMES: tuple[PolicyName, ...] = ("static", "orca", "s3", "exegpt")
+POLICY_NAMES: tuple[PolicyName, ...] = ("static", "orca", "s3", "s3-published", "exegpt")
 STATIC: PolicyName = "static"
-TOKEN_POLICIES: frozenset[PolicyName] = frozenset({"orca", "s3"})
+FORESEEING: PolicyName = "s3"
+"""The one that admits by the predicted peak of memory."""
+PREDICTING: frozenset[PolicyName] = frozenset({FORESEEING, "s3-published"})
+"""Those that go by predicted lengths."""
+TOKEN_POLICIES: frozenset[PolicyName] = PREDICTING | {"orca"}
 """Those that mix both phases in a micro-batch; they count KV memory in tokens."""
-PREDICTING: PolicyName = "s3"
-"""The one whose requests reserve by predicted lengths."""
+
+GROWTH = 32
+"""Token slots by which a range of `s3` grows: fewer take more moves, of more, more stay empty."""
 
 BOUNDED: PolicyName = "exegpt"
 """The one that follows a schedule chosen for a bound on latency."""

@@ -14,7 +14,14 @@ import numpy as np
 from planner.assumed_predictor import AssumedPredictor
 from planner.lengths import NO_HEADS, Lengths, PlannedHeads
 from planner.model.shape import ModelShape
-from planner.scheduling import KV_TOKEN_POLICIES, PREDICTING, PolicyName
+from planner.scheduling import (
+    BOUNDED,
+    FORESEEING,
+    GROWTH,
+    KV_TOKEN_POLICIES,
+    PREDICTING,
+    PolicyName,
+)
 from quant.common.errors import SpecError
 
 NEIGHBOURHOOD = 2  # decode sizes lie within this factor of the even share
@@ -128,6 +135,12 @@ HOLES = 0.05
 """Share of token slots that stays free where requests reserve different numbers: with none, ranges
 of the conversation trace move by ten tokens for each token of a request (docs/scheduling.md).
 """
+GROWING_HOLES = 0.02
+"""The same where ranges grow: half of what they grow by is empty in the mean besides."""
+
+
+def holes_of(policy: PolicyName) -> float:
+    return GROWING_HOLES if policy == FORESEEING else HOLES
 
 
 @dataclass(frozen=True)
@@ -191,9 +204,13 @@ class Workload:
     @property
     def reservable_tokens(self) -> int:
         """The token slots that requests may reserve: without `HOLES` where they differ."""
+        return self.reservable_under(BOUNDED)
+
+    def reservable_under(self, policy: PolicyName) -> int:
+        """The same under a policy of `KV_TOKEN_POLICIES`."""
         if self.n_slots is None:
             return self.kv_tokens
-        return max(self.total_length, int((1 - HOLES) * self.n_slots))
+        return max(self.total_length, int((1 - holes_of(policy)) * self.n_slots))
 
     @property
     def equal_slots(self) -> int:
@@ -254,16 +271,28 @@ class Job:
         return self.prompts * self.lengths.mean_output
 
     @cached_property
-    def mean_predicted(self) -> float:
-        """Mean token slots of a request in flight under the policy `s3`, by its prediction."""
+    def _mean_grown(self) -> float:
+        return self.lengths.mean_grown(GROWTH)
+
+    @cached_property
+    def _mean_predicted(self) -> float:
         if self.predictor is None:
             return self.lengths.mean_reserved
         return self.predictor.mean_reserved(self.lengths)
 
+    def mean_held(self, policy: PolicyName) -> float:
+        """Mean token slots of a request in flight: by what it has, by its prediction, or of its
+        longest answer.
+        """
+        if policy == FORESEEING:
+            return self._mean_grown
+        return self._mean_predicted if policy in PREDICTING else self.lengths.mean_reserved
+
     def in_flight(self, requests: int, policy: PolicyName = "static") -> Workload:
         """The workload of so many requests in flight, any of which may be the longest. Under `orca`
         and `exegpt` they have the slots that so many reserve in the mean, over the time each takes,
-        and `HOLES`; under `s3` by the predictor.
+        and `HOLES`; under `s3` those that ranges have which grow with their answers, and under
+        `s3-published` those that are predicted.
         """
         prompt, output = self.lengths.longest_prompt, self.lengths.longest_output
         total = self.lengths.longest_total
@@ -271,8 +300,7 @@ class Job:
         alike = Workload(requests, prompt, output, slot, heads=self.heads)
         if policy not in KV_TOKEN_POLICIES:
             return alike
-        mean = self.mean_predicted if policy == PREDICTING else self.lengths.mean_reserved
-        needed = ceil(requests * mean / (1 - HOLES))
+        needed = ceil(requests * self.mean_held(policy) / (1 - holes_of(policy)))
         needed = max(alike.total_length, needed)
         return replace(alike, n_slots=needed) if needed < alike.kv_tokens else alike
 

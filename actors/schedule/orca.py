@@ -38,6 +38,7 @@ class OrcaScheduler(Scheduler):
                 sizes.n_slots or sizes.kv_tokens,
                 sizes.max_batch_tokens,
                 sizes.prefill_chunk_tokens,
+                sizes.policy,
             ),
             stages,
         )
@@ -128,7 +129,7 @@ def orca_sizes(plan: PlanSpec, options: PolicyOptions, policy: PolicyName = "orc
         slot_tokens=workload.total_length,
         policy=policy,
         kv_tokens=workload.kv_tokens,
-        n_slots=workload.reservable_tokens,
+        n_slots=workload.reservable_under(policy),
         max_batch_size=most,
         max_batch_tokens=max(tokens, most),
         prefill_chunk_tokens=options.prefill_chunk_tokens,

@@ -1,5 +1,5 @@
-"""The policy `s3`: requests reserve what they are expected to need, the longest first (S3, section
-3).
+"""The policy `s3-published`: requests reserve what they are expected to need, the longest first
+(S3, section 3).
 
 The paper's request pool is `planner.schedule.s3.LongestFirst`, its bin the token slots that are
 available, its supervisor `_supervise`.
@@ -18,7 +18,13 @@ from planner.plan.kv_copies import parking
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import OrcaPolicy, Waiting
 from planner.schedule.passes import OrcaSizes
-from planner.schedule.s3 import Outgrown, S3Policy, first_reservation_of, supervised
+from planner.schedule.s3 import (
+    Outgrown,
+    S3Policy,
+    doubled,
+    first_reservation_of,
+    supervised,
+)
 from planner.scheduling import PolicyOptions
 
 
@@ -57,6 +63,16 @@ class S3Scheduler(OrcaScheduler):
             prompt, most_tokens(request), request.expected_tokens, generated
         )
 
+    def _larger(self, size: int, most: int) -> int:
+        """The range that a request asks for which outgrows one of `size`."""
+        return doubled(size, most)
+
+    def _again_with(self, request: Request, larger: int) -> int:
+        """The range with which a request comes back that was preempted as it asked for a `larger`
+        one.
+        """
+        return larger
+
     def _give_up(self, arrival: int) -> None:
         super()._give_up(arrival)
         parked = self._parked.pop(arrival, 0)
@@ -85,26 +101,28 @@ class S3Scheduler(OrcaScheduler):
         return batch, token_ids
 
     def _supervise(self) -> tuple[Move, ...]:
-        """Double reservations that are too small for the next token; returns the moves it takes."""
+        """Enlarge ranges that are too small for the next token; returns the moves it takes."""
         held, ranges = self._slots, self._slots.ranges
         ready = held.ready_slots()
         is_short = held.written[ready] + held.counts(ready) > ranges.sizes[ready]
         short = [
-            Outgrown.of(slot, int(ranges.sizes[slot]), most_tokens(held.requests[slot]))
-            for slot in ready[is_short].tolist()
+            Outgrown(slot, size, self._larger(size, most_tokens(held.requests[slot])))
+            for slot, size in zip(
+                ready[is_short].tolist(), ranges.sizes[ready[is_short]].tolist(), strict=True
+            )
         ]
         begins = ranges.begins.copy() if short else ranges.begins  # before all moves
         moves: tuple[Move, ...] = ()
         for each, grows in supervised(short, held.available):
             if grows:
-                moves += ranges.grow(each.number, each.doubled, held.written)
+                moves += ranges.grow(each.number, each.larger, held.written)
                 self._count(grown=1)
             else:
-                self._preempt(each.number, each.doubled, int(begins[each.number]))
+                self._preempt(each.number, each.larger, int(begins[each.number]))
         return moves
 
-    def _preempt(self, slot: int, size: int, begin: int) -> None:
-        """Put the request in `slot` back into the pool, to reserve `size` token slots; its range
+    def _preempt(self, slot: int, larger: int, begin: int) -> None:
+        """Put the request in `slot` back into the pool, as it asked for a `larger` range; its own
         begins at `begin` on the stages until the next micro-batch.
         """
         held = self._slots
@@ -120,6 +138,7 @@ class S3Scheduler(OrcaScheduler):
             self._count(parked=1, parked_tokens=tokens, parked_now=tokens)
         else:
             self._count(recomputed=1, recomputed_tokens=tokens)
+        size = self._again_with(request, larger)
         self._wait(request, Waiting(arrival, text, size, is_urgent=True))
 
     def _admitted(self, slots: Sequence[int]) -> None:
@@ -140,7 +159,7 @@ def s3_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
     """The sizes for the KV cache of `plan`; preempted requests come back the cheaper way."""
     cheaper = parking(plan)
     return replace(
-        orca_sizes(plan, options, "s3"),
+        orca_sizes(plan, options, options.name),
         park_tokens_from=cheaper.tokens_from,
         parked_tokens=cheaper.most_tokens,
     )

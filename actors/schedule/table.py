@@ -14,6 +14,7 @@ from actors.schedule.exegpt_waa import (
     prefill_sizes,
 )
 from actors.schedule.orca import OrcaScheduler, orca_sizes
+from actors.schedule.peak import PeakScheduler
 from actors.schedule.s3 import S3Scheduler, s3_sizes
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.static import StaticScheduler
@@ -40,7 +41,8 @@ BOUNDED_POLICIES: Mapping[Role, Policy] = {
 POLICIES: Mapping[PolicyName, Policy] = {
     "static": Policy(StaticScheduler, lambda plan, _: QueueSizes.of(plan)),
     "orca": Policy(OrcaScheduler, orca_sizes),
-    "s3": Policy(S3Scheduler, s3_sizes),
+    "s3": Policy(PeakScheduler, s3_sizes),
+    "s3-published": Policy(S3Scheduler, s3_sizes),
     "exegpt": Policy(
         lambda sizes, stages: BOUNDED_POLICIES[sizes.role].scheduler(sizes, stages),
         lambda plan, options: BOUNDED_POLICIES[plan.stages[0].role].sizes(plan, options),

@@ -263,10 +263,10 @@ def _prediction(plan: PlanSpec, job: JobForecast) -> str:
     """The KV memory of a request by its predicted length and by its longest, under `s3`, and how
     many more requests are in flight in the same memory thereby.
     """
-    if plan.policy.name != PREDICTING:
+    if plan.policy.name not in PREDICTING:
         return ""
     lengths, slots = job.job.lengths, plan.workload
-    predicted, longest = job.job.mean_predicted, lengths.mean_reserved
+    predicted, longest = job.job.mean_held(plan.policy.name), lengths.mean_reserved
     token_bytes = sum(stage.memory.kv_cache for stage in plan.stages) / slots.kv_tokens
     sizes = [plain(size(each * token_bytes)) for each in (predicted, longest)]
     assumed, in_flight = job.job.predictor, slots.global_batch
@@ -276,7 +276,7 @@ def _prediction(plan: PlanSpec, job: JobForecast) -> str:
             "tokens), as every answer is expected to be the longest; --predictor FOLDER of "
             "llmpq lengths for less"
         )
-    fewer = min(in_flight, int(slots.reservable_tokens / longest))
+    fewer = min(in_flight, int(slots.reservable_under(plan.policy.name) / longest))
     return (
         f"KV memory of a request: {sizes[0]} expected in the mean "
         f"({predicted:,.0f} tokens), {sizes[1]} reserved for the longest "

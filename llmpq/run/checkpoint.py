@@ -283,7 +283,7 @@ def model_of_run(
     adapters = checked_adapters(options.adapters, named_plans(spec, source), shape, adapter)
     if is_started:
         importance_file(plan, options.importance, options.cache, shape)
-    predicts = PREDICTING in policies
+    predicts = not PREDICTING.isdisjoint(policies)
     if predicts:
         check_source(options.predictor, folder, shape.vocab_size, options.save_predictor)
     return RunModel(plan, checkpoint, adapter, adapters, folder, sampling, shape, predicts)

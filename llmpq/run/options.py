@@ -65,7 +65,7 @@ PREDICTOR_RULE = Rule(
     ("predictor", "save_predictor"),
     "only s3 goes by expected lengths; choose policy s3, or leave it out",
     beside="policy",
-    values=tuple(name for name in POLICY_NAMES if name != PREDICTING),
+    values=tuple(name for name in POLICY_NAMES if name not in PREDICTING),
 )
 FORM_RULE = Rule(("json_schema",), "that is a form already; give one of them", beside=FORM)
 _RULES = (
@@ -267,7 +267,7 @@ class RunOptions(PromptingOptions):
         if name in TOKEN_POLICIES and planned.name in TOKEN_POLICIES:
             most = planned.max_batch_size if most is None else most
             chunk = planned.prefill_chunk_tokens if chunk is None else chunk
-        if name != "s3" and self.predictor is not None:
+        if name not in PREDICTING and self.predictor is not None:
             raise SpecError(
                 f"predictor has no effect with policy {name}; leave it out, or choose policy s3"
             )

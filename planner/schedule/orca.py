@@ -17,12 +17,16 @@ from quant.common.errors import SpecError
 
 
 class Waiting(NamedTuple):
-    """A waiting request with `text` tokens to prefill, `size` slots to reserve; urgent first."""
+    """A waiting request with `text` tokens to prefill, `size` slots to reserve; urgent first. Of
+    `s3` what is `foreseen`: tokens of prompt and answer so far, those of the answer, how many are
+    expected of it and the most that it may have.
+    """
 
     request: int
     text: int
     size: int
     is_urgent: bool = False
+    foreseen: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 class WaitingQueue(Protocol):
@@ -227,10 +231,12 @@ class OrcaSchedule:
 
     def _draw(self, most: int) -> None:
         while self._queued < len(self._outputs) and len(self._policy.queue) < most:
-            request = self._queued
-            text = self._texts[request] - self._there(request)
-            self._policy.queue.add(Waiting(request, text, self._reserved[request]))
+            self._policy.queue.add(self._waiting_of(self._queued))
             self._queued += 1
+
+    def _waiting_of(self, request: int, is_urgent: bool = False) -> Waiting:
+        text = self._texts[request] - self._there(request)
+        return Waiting(request, text, self._reserved[request], is_urgent)
 
     def _take(self, waiting: Waiting) -> None:
         self.prefilled += 1

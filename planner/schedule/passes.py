@@ -148,7 +148,7 @@ def policy_sizes(
     rooms (`has_states`), no more requests are under way than there is memory for. SpecError for
     `exegpt` without its schedule.
     """
-    slots = workload.reservable_tokens
+    slots = workload.reservable_under(policy.name)
     if policy.name in TOKEN_POLICIES:
         most = policy.max_batch_size or sizes.decode
         tokens = sizes.prefill * workload.prompt_length + most

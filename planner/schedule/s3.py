@@ -1,6 +1,6 @@
-"""The policy `s3` (S3, section 3): as `orca`, but requests reserve what is predicted of them, and
-of a pool the longest that fits joins first. Those that outgrow their reservation are found by step,
-so that cohorts are counted as those of `orca`.
+"""The policy `s3-published` (S3, section 3): as `orca`, but requests reserve what is predicted of
+them, and of a pool the longest that fits joins first. Those that outgrow their reservation are
+found by step, so that cohorts are counted as those of `orca`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import numpy as np
 
 from planner.schedule.orca import Cohort, OrcaPolicy, OrcaSchedule, Waiting
 from planner.schedule.passes import JobRows, OrcaSizes, Sizes
-from planner.scheduling import PREDICTING
+from planner.scheduling import FORESEEING, PREDICTING
 
 POOL_PER_SLOT = 4
 """Requests in the pool for each slot before a run begins to draw from a queue: so many that one of
-them fits nearly always, and small beside the keys and values of as many."""
+them fits nearly always, and small beside the keys and values of as many. Where the first that fits
+joins (`s3`), one is enough."""
 
 OVERTAKES_PER_SLOT = 4
 """How often a request is overtaken at most, for each slot: all slots are taken anew that often
@@ -29,9 +30,10 @@ _TAKEN = -(2**60)
 
 def most_waiting(sizes: Sizes, stages: int) -> int:
     """How many requests the pool of a policy with these sizes holds; 0 without one."""
-    if not isinstance(sizes, OrcaSizes) or sizes.policy != PREDICTING:
+    if not isinstance(sizes, OrcaSizes) or sizes.policy not in PREDICTING:
         return 0
-    return POOL_PER_SLOT * stages * sizes.max_batch_size
+    per_slot = 1 if sizes.policy == FORESEEING else POOL_PER_SLOT
+    return per_slot * stages * sizes.max_batch_size
 
 
 def first_reservation_of(prompt: int, most: int, expected: int | None, generated: int = 0) -> int:
@@ -40,17 +42,14 @@ def first_reservation_of(prompt: int, most: int, expected: int | None, generated
     return min(prompt + max(likely, generated + 1), most)
 
 
-class LongestFirst:
-    """A pool of which the longest reservation that fits is next (decreasing first fit). Whoever is
-    urgent, or was overtaken `most_overtakes` times, is next, fit or not; so nobody is overtaken
-    more often. Sizes are bisected and overtakes counted in an array: taking one of thousands takes
-    microseconds.
+class Pool:
+    """Requests of which whoever is urgent, or was overtaken `most_overtakes` times, is next, fit or
+    not; so nobody is overtaken more often. Overtakes are counted in an array.
     """
 
     def __init__(self, most_overtakes: int) -> None:
         self._most_overtakes = most_overtakes
         self._waiting: dict[int, Waiting] = {}
-        self._by_size: list[tuple[int, int]] = []  # sorted pairs of -size and number
         self._overtaken = np.full(64, _TAKEN, dtype=np.int64)  # of the request `_base` and later
         self._base = 0
         self._first = self._end = 0  # places there: all that wait are from the one to the other
@@ -71,26 +70,17 @@ class LongestFirst:
         if not self._waiting:
             self._first, self._end = place, place + 1
         self._waiting[request] = waiting
-        insort(self._by_size, (-waiting.size, request))
         self._overtaken[place] = self._most_overtakes if waiting.is_urgent else 0
         self._first, self._end = min(self._first, place), max(self._end, place + 1)
         if self._overtaken[place] >= self._most_overtakes:
             self._holds_for = request if self._holds_for is None else min(request, self._holds_for)
-
-    def next(self, available: int) -> Waiting | None:
-        if self._holds_for is not None:
-            held = self._waiting[self._holds_for]
-            return held if held.size <= available else None
-        place = bisect_left(self._by_size, (-available, -1))
-        return self._waiting[self._by_size[place][1]] if place < len(self._by_size) else None
 
     def take(self, waiting: Waiting) -> None:
         self._overtaken[self._first : waiting.request - self._base] += 1
         self.give_up(waiting.request)
 
     def give_up(self, request: int) -> None:
-        waiting = self._waiting.pop(request)
-        del self._by_size[bisect_left(self._by_size, (-waiting.size, request))]
+        del self._waiting[request]
         self._overtaken[request - self._base] = _TAKEN
         while self._first < self._end and self._overtaken[self._first] < 0:
             self._first += 1
@@ -111,40 +101,68 @@ class LongestFirst:
         self._base = base
 
 
+def doubled(size: int, most: int) -> int:
+    return min(2 * size, most)
+
+
+class LongestFirst(Pool):
+    """A pool of which the longest reservation that fits is next (decreasing first fit). Sizes are
+    bisected: taking one of thousands takes microseconds.
+    """
+
+    def __init__(self, most_overtakes: int) -> None:
+        super().__init__(most_overtakes)
+        self._by_size: list[tuple[int, int]] = []  # sorted pairs of -size and number
+
+    def add(self, waiting: Waiting) -> None:
+        super().add(waiting)
+        insort(self._by_size, (-waiting.size, waiting.request))
+
+    def give_up(self, request: int) -> None:
+        size = self._waiting[request].size
+        super().give_up(request)
+        del self._by_size[bisect_left(self._by_size, (-size, request))]
+
+    def next(self, available: int) -> Waiting | None:
+        if self._holds_for is not None:
+            held = self._waiting[self._holds_for]
+            return held if held.size <= available else None
+        place = bisect_left(self._by_size, (-available, -1))
+        return self._waiting[self._by_size[place][1]] if place < len(self._by_size) else None
+
+
 class S3Policy(OrcaPolicy):
     """As `orca` for the longest that fits, within `max_batch_tokens` also when computed again."""
 
     def __init__(self, sizes: OrcaSizes, stages: int) -> None:
         super().__init__(sizes, stages)
         self.chunk = sizes.prefill_chunk_tokens or sizes.max_batch_tokens
-        self.queue = LongestFirst(OVERTAKES_PER_SLOT * self.slots)
-        self._most_waiting = POOL_PER_SLOT * self.slots
+        self.most_overtakes = OVERTAKES_PER_SLOT * self.slots
+        self.queue = LongestFirst(self.most_overtakes)
+        self._most_waiting = most_waiting(sizes, stages)
 
     def wants(self, ready: int) -> bool:
         return len(self.queue) < self._most_waiting
 
 
 class Outgrown(NamedTuple):
-    """A ready request whose next token has no room in `size` slots; `doubled` is capped."""
+    """A ready request whose next token has no room in `size` slots, and the `larger` range that it
+    asks for.
+    """
 
     number: int
     size: int
-    doubled: int
-
-    @classmethod
-    def of(cls, number: int, size: int, most: int) -> Outgrown:
-        return cls(number, size, min(2 * size, most))
+    larger: int
 
 
 def supervised(short: Sequence[Outgrown], available: int) -> Iterator[tuple[Outgrown, bool]]:
-    """Yield requests in the order of arrival, and whether each grows to its doubled size or is
-    preempted: back to the pool, urgent, with the doubled reservation. The last to come is preempted
-    first.
+    """Yield requests in the order of arrival, and whether each grows or is preempted: back to the
+    pool, urgent. The last to come is preempted first.
     """
     while short:
         left: list[Outgrown] = []
         for each in short:
-            more = each.doubled - each.size
+            more = each.larger - each.size
             if more > available:
                 left.append(each)
                 continue
@@ -158,6 +176,7 @@ def supervised(short: Sequence[Outgrown], available: int) -> Iterator[tuple[Outg
 
 
 class _Decoding(NamedTuple):
+    cohort: Cohort
     step: int
     text: int
 
@@ -166,9 +185,9 @@ class S3Schedule(OrcaSchedule):
     """The order of passes of `rows`, with a full pool; preempted requests are computed again."""
 
     def __init__(self, rows: JobRows, sizes: OrcaSizes, stages: int) -> None:
+        self._decoding: dict[int, _Decoding] = {}
         super().__init__(rows, sizes, stages)
         self._most_waiting = most_waiting(sizes, stages)
-        self._decoding: dict[int, _Decoding] = {}
         self._again: set[int] = set()
         self.grown = self.preempted = self.recomputed_tokens = 0
 
@@ -178,6 +197,14 @@ class S3Schedule(OrcaSchedule):
     def _first_reservations(self, rows: JobRows) -> list[int]:
         expected: Sequence[int | None] = rows.expected or [None] * len(self._most)
         return list(map(first_reservation_of, self._texts, self._most, expected))
+
+    def _larger(self, request: int) -> int:
+        """The range that a request asks for which outgrows its own."""
+        return doubled(self._reserved[request], self._most[request])
+
+    def _again_with(self, outgrown: Outgrown) -> int:
+        """The range with which a preempted request comes back."""
+        return outgrown.larger
 
     def _begin(self) -> None: ...
 
@@ -190,13 +217,13 @@ class S3Schedule(OrcaSchedule):
         return super()._select(cohort)
 
     def _supervise(self, cohort: Cohort, short: list[int]) -> None:
-        outgrown = [Outgrown.of(r, self._reserved[r], self._most[r]) for r in sorted(short)]
+        outgrown = [Outgrown(r, self._reserved[r], self._larger(r)) for r in sorted(short)]
         for each, grows in supervised(outgrown, self._available):
             if not grows:
                 self._preempt(cohort, each)
                 continue
-            self._available += each.size - each.doubled
-            self._reserved[each.number] = each.doubled
+            self._available += each.size - each.larger
+            self._reserved[each.number] = each.larger
             self.grown += 1
             self._note_outgrowing(cohort, each.number)
 
@@ -215,10 +242,9 @@ class S3Schedule(OrcaSchedule):
         self._running -= 1
         self.preempted += 1
         self.recomputed_tokens += context
-        self._reserved[request] = outgrown.doubled
+        self._reserved[request] = self._again_with(outgrown)
         self._again.add(request)
-        text = context + 1 - self._there(request)
-        self._policy.queue.add(Waiting(request, text, outgrown.doubled, is_urgent=True))
+        self._policy.queue.add(self._waiting_of(request, is_urgent=True))
 
     def _take(self, waiting: Waiting) -> None:
         super()._take(waiting)
@@ -226,7 +252,7 @@ class S3Schedule(OrcaSchedule):
 
     def _decode(self, cohort: Cohort, request: int, text: int, steps: int) -> None:
         super()._decode(cohort, request, text, steps)
-        self._decoding[request] = _Decoding(cohort.step, text)
+        self._decoding[request] = _Decoding(cohort, cohort.step, text)
         self._note_outgrowing(cohort, request)
 
     def _note_outgrowing(self, cohort: Cohort, request: int) -> None:

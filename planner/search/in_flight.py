@@ -206,7 +206,7 @@ class JobSearch:
 class _Run:
     def __init__(self, job: JobSearch, costs: CostModel, effort: SearchEffort) -> None:
         self._job, self._costs, self._effort = job, costs, effort
-        predicting = costs.options.policy == PREDICTING
+        predicting = costs.options.policy in PREDICTING
         slack, kept = (WIDE_SLACK, None) if predicting else (SLACK, FINALISTS)
         self.runner = CandidateSearch(costs.options, job.clock, slack, kept)
         self.searched: list[Candidates] = []
@@ -301,7 +301,7 @@ class _Run:
 
 
 def _finalists(costs: CostModel, solutions: Sequence[Solution]) -> list[Solution]:
-    if costs.options.policy != PREDICTING:
+    if costs.options.policy not in PREDICTING:
         return list(solutions[:FINALISTS])
     found = list(solutions[: FINALISTS // 2])
     for each in solutions[len(found) :]:

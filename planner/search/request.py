@@ -99,7 +99,7 @@ def with_heads(workload: _Sharing, options: PlanOptions) -> _Sharing:
 
 def with_predictor(job: Job, options: PlanOptions) -> Job:
     """The job with the predictor of options, unless it has one, whose folder may be gone by now."""
-    if options.policy != PREDICTING or job.predictor is not None:
+    if options.policy not in PREDICTING or job.predictor is not None:
         return job
     named = options.predictor or LONGEST
     return replace(job, predictor=AssumedPredictor.named(named, job.lengths))

@@ -5,7 +5,7 @@ micro-batches, growing context, the turn to decode, waiting for links.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +16,10 @@ from planner.optimiser.problem import FloatArray
 from planner.schedule.exegpt import RraSchedule
 from planner.schedule.orca import OrcaSchedule
 from planner.schedule.passes import JobRows, OrcaSizes, Pass, Sizes, TurnSizes, policy_sizes
+from planner.schedule.peak import PeakSchedule
 from planner.schedule.s3 import S3Schedule
 from planner.schedule.static import JobSchedule
-from planner.scheduling import PREDICTING, Phase
+from planner.scheduling import Phase, PolicyName
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
 
@@ -103,14 +104,20 @@ def simulate(
     return simulate_passes(workload, passes, seconds)
 
 
+TOKEN_SCHEDULES: Mapping[PolicyName, type[OrcaSchedule]] = {
+    "orca": OrcaSchedule,
+    "s3": PeakSchedule,
+    "s3-published": S3Schedule,
+}
+
+
 def job_schedule(
     rows: JobRows, slots: int, sizes: Sizes, stages: int
 ) -> JobSchedule | OrcaSchedule | RraSchedule:
     if isinstance(sizes, TurnSizes):
         return RraSchedule(rows, sizes, stages)
     if isinstance(sizes, OrcaSizes):
-        schedule = S3Schedule if sizes.policy == PREDICTING else OrcaSchedule
-        return schedule(rows, sizes, stages)
+        return TOKEN_SCHEDULES[sizes.policy](rows, sizes, stages)
     return JobSchedule(rows, slots, sizes, stages)
 
 

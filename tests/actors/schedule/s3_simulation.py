@@ -1,14 +1,17 @@
-"""The policy `s3` written from its description, with plain lists: what its scheduler is held
-against.
+"""The policies `s3-published` and `s3` written from their description, with plain lists: what their
+schedulers are held against.
 
 From the paper (section 3): the pool in decreasing order of length, through which one goes once and
 admits whoever fits; doubled reservations of those that outgrow theirs. Beyond it: growth where they
-are, preempted ones before all others, and the bound on overtakes.
+are, preempted ones before all others, and the bound on overtakes. `s3` differs in what is reserved,
+and in who fits.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 
 @dataclass(eq=False)
@@ -79,11 +82,17 @@ class S3Simulation:
         largest = self.chunk or self.cap
         return min(each.next_count, largest) if largest else each.next_count
 
+    def larger(self, each: SimRequest) -> int:
+        return min(2 * each.size, each.most)
+
+    def coming_back(self, each: SimRequest) -> int:
+        return self.larger(each)
+
     def supervise(self) -> None:
         short = [e for e in self.of_state("ready") if e.written + self.part(e) > e.size]
         while short:
             for each in list(short):
-                grown = min(2 * each.size, each.most)
+                grown = self.larger(each)
                 if self.reserved - each.size + grown <= self.n_slots:
                     each.size = grown
                     self.grown += 1
@@ -92,7 +101,7 @@ class S3Simulation:
                 last = short.pop()
                 in_all = self.in_host_memory + last.written
                 last.parked = 0 < self.park_from <= last.written and in_all <= self.parked_tokens
-                last.state, last.size = "waiting", min(2 * last.size, last.most)
+                last.state, last.size = "waiting", self.coming_back(last)
                 last.preempted = True
                 if last.parked:
                     self.parked += 1
@@ -125,6 +134,7 @@ class S3Simulation:
                 break
             for each in self.of_state("waiting"):
                 each.overtaken += each.arrival < following.arrival
+            self.joins(following)
             following.state, following.parked, following.preempted = "ready", False, False
             tokens += self.part(following)
             chosen.append(following)
@@ -141,3 +151,82 @@ class S3Simulation:
             each.generated += each.written >= each.text
             if each.gone or each.name in ended:
                 self.requests.remove(each)
+                self.ends(each, each.gone)
+
+    def joins(self, each: SimRequest) -> None: ...
+
+    def ends(self, each: SimRequest, is_cancelled: bool) -> None: ...
+
+
+@dataclass
+class PeakSimulation(S3Simulation):
+    """The policy `s3`: ranges grow a little, the first that fits joins, and whether one fits is
+    found by going on token by token until its end.
+    """
+
+    grows_by: int = 32
+    looked_at: int = 0
+    expected_in_all: int = 0
+    was_less: int = 0
+    is_settled: bool = False
+    expected: dict[int, int] = field(default_factory=dict)  # by arrival
+
+    def add(self, name: str, prompt: int, new: int, generated: int, expected: int | None) -> None:
+        super().add(name, prompt, new, generated, expected)
+        last = self.requests[-1]
+        last.size = min(prompt + generated + self.grows_by, last.most)
+        self.expected[last.arrival] = new if expected is None else min(max(expected, 1), new)
+        self.is_settled = False
+
+    def larger(self, each: SimRequest) -> int:
+        return min(each.size + self.grows_by, each.most)
+
+    def coming_back(self, each: SimRequest) -> int:
+        self.is_settled = False
+        return min(each.prompt + each.generated + self.grows_by, each.most)
+
+    def to_come(self, each: SimRequest) -> int:
+        """Tokens by which its context is foreseen to grow."""
+        share = Fraction(1)
+        if self.expected_in_all:
+            share -= Fraction(self.was_less, self.expected_in_all)
+        answer = max(1, math.ceil(self.expected[each.arrival] * share))
+        if answer <= each.generated:
+            answer = each.generated + max(self.grows_by, each.generated // 2)
+        return min(answer, each.most - each.prompt) - 1 - each.generated
+
+    def stays_within(self, newcomer: SimRequest) -> bool:
+        running = self.of_state("ready", "running")
+        held = {id(e): self.to_come(e) for e in (*running, newcomer)}
+        for step in range(held[id(newcomer)] + 1):
+            tokens = 0
+            for each in (*running, newcomer):
+                if held[id(each)] >= step:
+                    empty = min(self.grows_by // 2, held[id(each)])
+                    tokens += each.prompt + each.generated + step + empty
+            if tokens > self.n_slots:
+                return not running
+        return True
+
+    def fitting(self) -> SimRequest | None:
+        waiting = self.of_state("waiting")
+        held = [e for e in waiting if e.preempted or e.overtaken >= self.most_overtakes]
+        looked_at = [] if self.is_settled else held[:1] or waiting[: self.looked_at]
+        for each in looked_at:
+            if self.reserved + each.size <= self.n_slots and self.stays_within(each):
+                return each
+        self.is_settled = True
+        return None
+
+    def joins(self, each: SimRequest) -> None:
+        if not each.preempted:
+            self.expected_in_all += self.expected[each.arrival]
+
+    def cancel(self, name: str) -> None:
+        super().cancel(name)
+        self.is_settled = False
+
+    def ends(self, each: SimRequest, is_cancelled: bool) -> None:
+        self.is_settled = False
+        if not is_cancelled:
+            self.was_less += self.expected[each.arrival] - each.generated

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,15 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from actors.messages import EVERY_KEY, Finished, MicroBatch, Request
 from actors.schedule.driver import PipelineDriver
+from actors.schedule.peak import PeakScheduler
 from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes
-from planner.schedule.s3 import (
-    OVERTAKES_PER_SLOT,
-    POOL_PER_SLOT,
-    LongestFirst,
-)
+from planner.schedule import peak
+from planner.schedule.s3 import OVERTAKES_PER_SLOT, POOL_PER_SLOT, LongestFirst, Pool
+from planner.scheduling import PolicyName
 from tests.actors.driving import drive, run_dry
-from tests.actors.schedule.s3_simulation import S3Simulation
+from tests.actors.schedule.s3_simulation import PeakSimulation, S3Simulation
 from tests.actors.schedule.token_pipeline import (
     TokenPipeline,
     assert_right_tokens,
@@ -43,10 +43,11 @@ def s3_sizes_of(
     cap: int = 0,
     park_from: int = 0,
     parked_tokens: int = 0,
+    policy: PolicyName = "s3-published",
 ) -> QueueSizes:
     return replace(
         sizes_of(stages, max_batch_size, kv_tokens, chunk, cap),
-        policy="s3",
+        policy=policy,
         park_tokens_from=park_from,
         parked_tokens=parked_tokens,
     )
@@ -67,6 +68,8 @@ class S3Machine(RuleBasedStateMachine):
     that of the simulation, and finds its tokens in the cache of the pretend pipeline.
     """
 
+    policy: PolicyName = "s3-published"
+
     @initialize(
         stages=st.integers(1, 3),
         batch=st.integers(1, 4),
@@ -77,6 +80,7 @@ class S3Machine(RuleBasedStateMachine):
         park_from=st.integers(0, 8),
         parked_tokens=st.integers(0, 40),
         most_overtakes=st.integers(0, 8),
+        growth=st.integers(1, 6),
         seed=st.integers(0, 999),
     )
     def begin(
@@ -90,16 +94,24 @@ class S3Machine(RuleBasedStateMachine):
         park_from: int,
         parked_tokens: int,
         most_overtakes: int,
+        growth: int,
         seed: int,
     ) -> None:
         n_slots = max(LONGEST, room - kept_back)
-        sizes = s3_sizes_of(stages, batch, room, chunk, cap, park_from, parked_tokens)
+        sizes = s3_sizes_of(stages, batch, room, chunk, cap, park_from, parked_tokens, self.policy)
         sizes = replace(sizes, n_slots=n_slots)
-        self.scheduler = S3Scheduler(sizes, stages)
-        self.scheduler._policy.queue = LongestFirst(most_overtakes)
-        self.simulation = S3Simulation(
-            n_slots, batch, most_overtakes, chunk, cap, park_from, parked_tokens
-        )
+        numbers = n_slots, batch, most_overtakes, chunk, cap, park_from, parked_tokens
+        if self.policy == "s3":
+            self.growing = mock.patch.object(peak, "GROWTH", growth)
+            self.growing.start()
+            self.scheduler: S3Scheduler = PeakScheduler(sizes, stages)
+            self.simulation = PeakSimulation(*numbers, grows_by=growth, looked_at=stages * batch)
+        else:
+            self.scheduler = S3Scheduler(sizes, stages)
+            self.simulation = S3Simulation(*numbers)
+        pool = self.scheduler._policy.queue
+        assert isinstance(pool, Pool)
+        pool._most_overtakes = most_overtakes
         self.pipeline = TokenPipeline(stages, room, {}, fixed_rooms=False)
         self.ends = Ends(np.random.default_rng(seed))
         self.requests: list[Request] = []
@@ -191,9 +203,15 @@ class S3Machine(RuleBasedStateMachine):
         assert not counts.parked_now or counts.parked_now <= simulation.parked_tokens
 
     def teardown(self) -> None:
+        try:
+            if hasattr(self, "scheduler"):
+                self.all_ends()
+        finally:
+            if hasattr(self, "growing"):
+                self.growing.stop()
+
+    def all_ends(self) -> None:
         """Everything ends, with its own tokens, and no token slot is lost."""
-        if not hasattr(self, "scheduler"):
-            return
         while self.scheduler.waiting or self.scheduler.in_slots:
             before = len(self.pipeline.batches)
             if len(self.under_way) < self.scheduler.most_under_way:
@@ -217,6 +235,16 @@ class S3Machine(RuleBasedStateMachine):
 
 S3Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestS3Machine = S3Machine.TestCase
+
+
+class PeakMachine(S3Machine):
+    """The same under the policy `s3`."""
+
+    policy: PolicyName = "s3"
+
+
+PeakMachine.TestCase.settings = S3Machine.TestCase.settings
+TestPeakMachine = PeakMachine.TestCase
 
 
 def run(

@@ -1,5 +1,5 @@
-"""The counted schedule of `s3` is that of the actors' scheduler, batch for batch, whatever is
-predicted.
+"""The counted schedules of `s3` and `s3-published` are those of the actors' schedulers, batch for
+batch, whatever is predicted.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ import pytest
 
 from actors.messages import MicroBatch
 from actors.schedule.driver import PipelineDriver
+from actors.schedule.peak import PeakScheduler
 from actors.schedule.s3 import S3Scheduler
+from planner.schedule import peak
 from planner.schedule.orca import OrcaSchedule, Waiting
 from planner.schedule.passes import JobRows, OrcaSizes, rounded_mean
+from planner.schedule.peak import FirstThatFits, PeakSchedule
 from planner.schedule.s3 import LongestFirst, S3Schedule
+from planner.scheduling import PolicyName
 from quant.common.errors import SpecError
 from tests.actors.driving import run_dry
 from tests.actors.schedule.token_pipeline import TokenPipeline, request, sizes_of
@@ -23,8 +27,8 @@ from tests.actors.schedule.token_pipeline import TokenPipeline, request, sizes_o
 class Case:
     """Random rows, predictions and sizes."""
 
-    def __init__(self, seed: int) -> None:
-        rng = np.random.default_rng(seed)
+    def __init__(self, seed: int, policy: PolicyName = "s3-published") -> None:
+        rng, self.policy = np.random.default_rng(seed), policy
         self.stages, self.most = int(rng.integers(1, 5)), int(rng.integers(1, 7))
         count = int(rng.integers(1, 200))
         self.prompts = rng.integers(1, 20, count).tolist()
@@ -41,13 +45,18 @@ class Case:
 
     @property
     def sizes(self) -> OrcaSizes:
-        return OrcaSizes(self.most, self.n_slots, self.tokens, self.chunk, "s3", self.slots)
+        return OrcaSizes(self.most, self.n_slots, self.tokens, self.chunk, self.policy, self.slots)
 
     def scheduler(self) -> S3Scheduler:
         # room for holes, so that ranges, too, are those of a run
         sizes = sizes_of(self.stages, self.most, self.n_slots + 9, self.chunk, self.tokens)
-        sizes = replace(sizes, n_slots=self.n_slots, policy="s3", slots=self.slots or sizes.slots)
-        return S3Scheduler(sizes, self.stages)
+        slots = self.slots or sizes.slots
+        sizes = replace(sizes, n_slots=self.n_slots, policy=self.policy, slots=slots)
+        return (PeakScheduler if self.policy == "s3" else S3Scheduler)(sizes, self.stages)
+
+    def schedule(self) -> S3Schedule:
+        kind = PeakSchedule if self.policy == "s3" else S3Schedule
+        return kind(self.rows, self.sizes, self.stages)
 
 
 def driven(case: Case) -> tuple[TokenPipeline, S3Scheduler]:
@@ -76,10 +85,14 @@ def counted(batch: MicroBatch) -> tuple[int, int, tuple[tuple[int, int], ...]]:
 @pytest.mark.parametrize(
     "seed", [*range(16), *(pytest.param(n, marks=pytest.mark.rare) for n in range(16, 40))]
 )
-def test_every_batch_is_that_of_the_scheduler(seed: int) -> None:
-    case = Case(seed)
+@pytest.mark.parametrize("policy", ["s3", "s3-published"])
+def test_every_batch_is_that_of_the_scheduler(
+    seed: int, policy: PolicyName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peak, "GROWTH", 1 + seed % 7)
+    case = Case(seed, policy)
     pipeline, scheduler = driven(case)
-    schedule = S3Schedule(case.rows, case.sizes, case.stages)
+    schedule = case.schedule()
     passes = list(schedule.passes())
     assert len(passes) == len(pipeline.batches)
     for each, batch in zip(passes, pipeline.batches, strict=True):
@@ -95,7 +108,12 @@ def test_every_batch_is_that_of_the_scheduler(seed: int) -> None:
     assert schedule.recomputed_tokens == found.recomputed_tokens
 
 
-def test_the_cases_meet_all_that_may_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("policy", "pool"), [("s3", FirstThatFits), ("s3-published", LongestFirst)]
+)
+def test_the_cases_meet_all_that_may_happen(
+    policy: PolicyName, pool: type[LongestFirst], monkeypatch: pytest.MonkeyPatch
+) -> None:
     grown = preempted = 0
     held: list[bool] = []
 
@@ -103,11 +121,11 @@ def test_the_cases_meet_all_that_may_happen(monkeypatch: pytest.MonkeyPatch) -> 
         held.append(pool.is_held)
         return found_next(pool, free)
 
-    found_next = LongestFirst.next
-    monkeypatch.setattr(LongestFirst, "next", following)
+    found_next = pool.next
+    monkeypatch.setattr(pool, "next", following)
     for seed in range(12):
-        case = Case(seed)
-        schedule = S3Schedule(case.rows, case.sizes, case.stages)
+        monkeypatch.setattr(peak, "GROWTH", 1 + seed % 7)
+        schedule = Case(seed, policy).schedule()
         list(schedule.passes())
         grown, preempted = grown + schedule.grown, preempted + schedule.preempted
     assert min(grown, preempted) > 60
@@ -128,19 +146,19 @@ def test_alike_requests_with_full_reservations_run_as_under_orca(seed: int) -> N
 def test_short_predictions_leave_room_for_others() -> None:
     rows = JobRows([1] * 60, [4] * 60, [100] * 60, [4] * 60)
     most = {}
-    for policy, schedule in (("orca", OrcaSchedule), ("s3", S3Schedule)):
+    for policy, schedule in (("orca", OrcaSchedule), ("s3-published", S3Schedule)):
         found = schedule(rows, OrcaSizes(20, 200, 0, 0, policy), 2)  # type: ignore[arg-type]
         list(found.passes())
         most[policy] = max(found.in_flight)
-    assert most == {"orca": 2, "s3": 40}
+    assert most == {"orca": 2, "s3-published": 40}
 
 
 def test_the_longest_that_fits_goes_first() -> None:
     rows = JobRows([1] * 4, [2, 9, 5, 7], [10] * 4, [2, 9, 5, 7])
-    passes = list(S3Schedule(rows, OrcaSizes(1, 10, 0, 0, "s3"), 1).passes())
+    passes = list(S3Schedule(rows, OrcaSizes(1, 10, 0, 0, "s3-published"), 1).passes())
     assert [p.index for p in passes if p.phase == "prefill"] == [0, 9, 16, 21]
 
 
 def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(SpecError, match=r"needs 9 token slots, but there are 8 in all"):
-        S3Schedule(JobRows([5], [4], None, [1]), OrcaSizes(1, 8, policy="s3"), 1)
+        S3Schedule(JobRows([5], [4], None, [1]), OrcaSizes(1, 8, policy="s3-published"), 1)

@@ -1,0 +1,236 @@
+"""The policy `s3`: whoever joins keeps the predicted peak of memory within the token slots.
+
+Ranges grow with the answers, so that a request that has just begun holds little. What all requests
+in flight will hold together is foreseen by predicted lengths (S3), which are corrected by how long
+answers became: where the most of it, at the end of one of them, stays within the token slots with
+another request, that one joins. The first that fits does, so that prompts stay as mixed as they
+came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import numpy as np
+
+from planner.lengths import BoolArray, IntArray
+from planner.schedule.orca import OrcaPolicy, Waiting
+from planner.schedule.passes import JobRows, OrcaSizes
+from planner.schedule.s3 import Outgrown, Pool, S3Policy, S3Schedule
+from planner.scheduling import GROWTH
+
+
+def first_range(tokens: int, most: int) -> int:
+    """Token slots of a request that joins with so many tokens, of at most `most`."""
+    return min(tokens + GROWTH, most)
+
+
+def expected_answer(limit: int, expected: int | None) -> int:
+    """New tokens that are expected of a request which may have so many: within that, at least 1."""
+    return limit if expected is None else max(1, min(expected, limit))
+
+
+class Experience:
+    """How much shorter answers became than was expected of them.
+
+    Requests that have not ended count as expected, so that the short ones, which end first, do not
+    speak for all.
+    """
+
+    def __init__(self) -> None:
+        self._expected = self._less = 0
+
+    def begin(self, expected: int) -> None:
+        self._expected += expected
+
+    def end(self, expected: int, answer: int) -> None:
+        self._less += expected - answer
+
+    def left(self, foreseen: IntArray) -> IntArray:
+        """Tokens by which requests [n] will still grow, of what is `foreseen` [n, 4] of them. An
+        answer that is longer than expected is foreseen to grow by half of what it has.
+        """
+        _, given, expected, limit = foreseen.T
+        if self._expected:
+            share = expected * (self._expected - self._less)
+            expected = np.maximum(-(-share // self._expected), 1)
+        more = given + np.maximum(GROWTH, given // 2)
+        answers = np.where(expected > given, expected, more)
+        return np.asarray(np.minimum(answers, limit) - 1 - given, dtype=np.int64)
+
+
+class Peak:
+    """The memory of requests [n] that each grow by a token an iteration until they end: `tokens`
+    now, and `left` to come.
+    """
+
+    def __init__(self, tokens: IntArray, left: IntArray) -> None:
+        order = left.argsort()
+        self._left = left[order]
+        self._tokens = np.append(tokens[order][::-1].cumsum()[::-1], 0)  # of those that end later
+        running = np.arange(len(left), 0, -1)
+        at_ends = self._tokens[:-1] + (running + 1) * self._left  # with one more, which has grown
+        self._most = np.append(0, np.maximum.accumulate(at_ends))
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def with_another(self, tokens: IntArray, left: IntArray) -> IntArray:
+        """The most until its end where one of these [m] joins."""
+        most = self._most[self._left.searchsorted(left, "right")]
+        later = self._left.searchsorted(left)
+        at_its_end = self._tokens[later] + (len(self._left) - later + 1) * left
+        return np.asarray(tokens + np.maximum(most, at_its_end), dtype=np.int64)
+
+
+class FirstThatFits(Pool):
+    """A pool of which the first to come that fits is next: by its range, and by the peak of those
+    that are `running` [n, 4] with it. Where nobody fits, nobody is looked at before something has
+    changed (`changed`).
+    """
+
+    def __init__(
+        self,
+        most_overtakes: int,
+        sizes: OrcaSizes,
+        looked_at: int,
+        experience: Experience,
+        running: Callable[[], IntArray],
+    ) -> None:
+        super().__init__(most_overtakes)
+        self._n_slots = sizes.n_slots
+        self._looked_at = looked_at
+        self._experience, self._running = experience, running
+        self._peak: Peak | None = None
+        self._joined: list[Waiting] = []
+        self._is_settled = False
+
+    def changed(self) -> None:
+        self._is_settled = False
+
+    def begin(self) -> None:
+        """A selection begins: those that joined in the last one run by now."""
+        self._joined, self._peak = [], None
+
+    def add(self, waiting: Waiting) -> None:
+        super().add(waiting)
+        self.changed()
+
+    def take(self, waiting: Waiting) -> None:
+        super().take(waiting)
+        if not waiting.is_urgent:
+            self._experience.begin(waiting.foreseen[2])
+        self._joined.append(waiting)
+        self._peak = None
+
+    def give_up(self, request: int) -> None:
+        super().give_up(request)
+        self.changed()
+
+    def next(self, available: int) -> Waiting | None:
+        if self._is_settled or not self._waiting:
+            return None
+        if self._holds_for is not None:
+            looked_at = [self._waiting[self._holds_for]]
+        else:
+            looked_at = list(islice(self._in_order(), self._looked_at))
+        sizes = np.array([each.size for each in looked_at])
+        fitting = np.flatnonzero(sizes <= available)
+        if len(fitting):
+            fitting = fitting[self._fit([looked_at[place] for place in fitting.tolist()])]
+        if len(fitting):
+            return looked_at[fitting[0]]
+        self._is_settled = True
+        return None
+
+    def _in_order(self) -> Iterator[Waiting]:
+        return (self._waiting[request] for request in sorted(self._waiting))
+
+    def _fit(self, waiting: list[Waiting]) -> BoolArray:
+        if self._peak is None:
+            joined = [each.foreseen for each in self._joined]
+            held = np.concatenate([self._running(), np.array(joined, np.int64).reshape(-1, 4)])
+            self._peak = Peak(*self._foreseen(held))
+        foreseen = self._foreseen(np.array([each.foreseen for each in waiting], np.int64))
+        alone = not len(self._peak)  # what is empty of a range that grows counts for nothing then
+        return np.asarray(alone | (self._peak.with_another(*foreseen) <= self._n_slots))
+
+    def _foreseen(self, requests: IntArray) -> tuple[IntArray, IntArray]:
+        """Tokens now, with what of a range's growth is empty in the mean, and those to come."""
+        left = self._experience.left(requests)
+        return requests[:, 0] + np.minimum(GROWTH // 2, left), left
+
+
+class PeakPolicy(S3Policy):
+    """As of the published `s3`, for the first that fits below the predicted peak."""
+
+    def __init__(self, sizes: OrcaSizes, stages: int, running: Callable[[], IntArray]) -> None:
+        super().__init__(sizes, stages)
+        self.experience = Experience()
+        self.pool = self.queue = FirstThatFits(
+            self.most_overtakes, sizes, self.slots, self.experience, running
+        )
+
+    def admitted(
+        self, requests: int, tokens: int, available: int, free: int | None = None
+    ) -> list[Waiting]:
+        self.pool.begin()
+        return super().admitted(requests, tokens, available, free)
+
+
+class PeakSchedule(S3Schedule):
+    """The order of passes of `rows` by the predicted peak."""
+
+    def __init__(self, rows: JobRows, sizes: OrcaSizes, stages: int) -> None:
+        self._prompts, self._answers = rows.prompts, rows.outputs
+        self._expected: list[int] = []
+        self._runs: set[int] = set()
+        super().__init__(rows, sizes, stages)
+
+    def _make_policy(self, sizes: OrcaSizes, stages: int) -> OrcaPolicy:
+        self._by_peak = PeakPolicy(sizes, stages, self._running_requests)
+        return self._by_peak
+
+    def _first_reservations(self, rows: JobRows) -> list[int]:
+        limits = (most - prompt for most, prompt in zip(self._most, self._texts, strict=True))
+        expected = rows.expected or [None] * len(self._most)
+        self._expected = list(map(expected_answer, limits, expected))
+        return list(map(first_range, self._texts, self._most))
+
+    def _foreseen(self, request: int, tokens: int) -> tuple[int, int, int, int]:
+        prompt = self._prompts[request]
+        limit = self._most[request] - prompt
+        return tokens, tokens - prompt, self._expected[request], limit
+
+    def _running_requests(self) -> IntArray:
+        found = []
+        for request in self._runs:
+            tokens = self._texts[request]
+            if request in self._decoding:
+                cohort, step, text = self._decoding[request]
+                tokens = text + 1 + cohort.step - step
+            found.append(self._foreseen(request, tokens))
+        return np.array(found, dtype=np.int64).reshape(-1, 4)
+
+    def _larger(self, request: int) -> int:
+        return first_range(self._reserved[request], self._most[request])
+
+    def _again_with(self, outgrown: Outgrown) -> int:
+        request = outgrown.number
+        self._runs.discard(request)
+        return first_range(self._texts[request], self._most[request])
+
+    def _waiting_of(self, request: int, is_urgent: bool = False) -> Waiting:
+        waiting = super()._waiting_of(request, is_urgent)
+        return waiting._replace(foreseen=self._foreseen(request, self._texts[request]))
+
+    def _take(self, waiting: Waiting) -> None:
+        super()._take(waiting)
+        self._runs.add(waiting.request)
+
+    def _leave(self, request: int) -> None:
+        super()._leave(request)
+        self._runs.discard(request)
+        self._by_peak.experience.end(self._expected[request], self._answers[request])
+        self._by_peak.pool.changed()
