@@ -9,7 +9,7 @@ came.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -135,12 +135,10 @@ class FirstThatFits(Pool):
             looked_at = [self._waiting[self._holds_for]]
         else:
             looked_at = list(islice(self._in_order(), self._looked_at))
-        sizes = np.array([each.size for each in looked_at])
-        fitting = np.flatnonzero(sizes <= available)
-        if len(fitting):
-            fitting = fitting[self._fit([looked_at[place] for place in fitting.tolist()])]
-        if len(fitting):
-            return looked_at[fitting[0]]
+        with_range = [each for each in looked_at if each.size <= available]
+        fits = self._fit(with_range) if with_range else np.zeros(1, np.bool_)
+        if fits.any():
+            return with_range[int(fits.argmax())]
         self._is_settled = True
         return None
 
@@ -194,7 +192,7 @@ class PeakSchedule(S3Schedule):
 
     def _first_reservations(self, rows: JobRows) -> list[int]:
         limits = (most - prompt for most, prompt in zip(self._most, self._texts, strict=True))
-        expected = rows.expected or [None] * len(self._most)
+        expected: Sequence[int | None] = rows.expected or [None] * len(self._most)
         self._expected = list(map(expected_answer, limits, expected))
         return list(map(first_range, self._texts, self._most))
 

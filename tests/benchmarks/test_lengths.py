@@ -52,7 +52,7 @@ def test_copies_and_moves_take_their_seconds() -> None:
     rows = some_rows(60)
     runs = []
     for costs in (FREE, CacheCosts(move_s=1.0, park_s=1.0)):
-        sizes = QueueSizes(16, 1, 16, 140, "s3", 400, 380, 16, 200, 0, 1, 10_000)
+        sizes = QueueSizes(16, 1, 16, 140, "s3-published", 400, 380, 16, 200, 0, 1, 10_000)
         runs.append(run_job(S3Scheduler(sizes, 1), [TIMES], rows, np.ones(60, np.int64), costs))
     free, dear = runs
     assert free.parked == dear.parked > 0

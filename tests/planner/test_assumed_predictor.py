@@ -19,6 +19,7 @@ from planner.assumed_predictor import (
 )
 from planner.lengths import Lengths
 from planner.schedule.passes import JobRows
+from planner.scheduling import GROWTH
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import SpecError
 
@@ -71,6 +72,25 @@ def test_reservations_are_those_of_a_walk_over_all_tokens(seed: int) -> None:
     assert mean <= lengths.mean_reserved
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_ranges_that_grow_are_those_of_a_walk_over_all_tokens(seed: int) -> None:
+    lengths = random_lengths(np.random.default_rng(seed))
+    held = 0
+    for prompt, output in zip(lengths.prompt_tokens, lengths.output_tokens, strict=True):
+        most = prompt + (lengths.output_limit or output)
+        most = min(most, lengths.longest_total or most)
+        size = min(prompt + GROWTH, most)
+        for token in range(1, output + 1):
+            if prompt + token - 1 > size:
+                size = min(size + GROWTH, most)
+            held += size
+    mean = held / sum(lengths.output_tokens)
+    assert lengths.mean_grown(GROWTH) == pytest.approx(mean)
+    job = Job(99, lengths)
+    assert job.in_flight(50, "s3").kv_tokens <= job.in_flight(50, "orca").kv_tokens
+    assert job.mean_held("s3") == pytest.approx(mean)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_rows_are_predicted_as_often_as_the_confusion_says(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -92,9 +112,9 @@ def test_the_longest_is_what_orca_reserves() -> None:
         assert longest.mean_reserved(lengths) == pytest.approx(lengths.mean_reserved)
         job = Job(300, lengths, predictor=longest)
         assert (
-            job.in_flight(7, "s3")
+            job.in_flight(7, "s3-published")
             == job.in_flight(7, "orca")
-            == Job(300, lengths).in_flight(7, "s3")
+            == Job(300, lengths).in_flight(7, "s3-published")
         )
 
 
@@ -113,11 +133,11 @@ def test_the_oracle_knows_the_tenth() -> None:
 def test_more_requests_are_in_the_slots_that_predictions_leave() -> None:
     lengths = Lengths((10,) * 4, (10, 10, 10, 100), "seen", 100)
     job = Job(99, lengths, predictor=AssumedPredictor.named(ORACLE, lengths))
-    slots = job.in_flight(10, "s3")
+    slots = job.in_flight(10, "s3-published")
     weighted = (3 * 10 * 20 + 100 * 110) / 130
     assert slots.n_slots == int(np.ceil(10 * weighted / (1 - HOLES)))
     assert job.in_flight(10, "orca") == Workload(10, 10, 100)
-    assert job.in_flight(1, "s3").kv_tokens == 110
+    assert job.in_flight(1, "s3-published").kv_tokens == 110
     rows = JobRows.of(job, 8)
     assert rows.expected == [10, 10, 10, 100] * 2
     assert rows.reserved == [110] * 8

@@ -95,9 +95,9 @@ def pipeline_for(setting: Setting, rows: Rows) -> ModelledPipeline:
 def predictions_of(rows: Rows, seed: int) -> Iterator[tuple[str, IntArray]]:
     """What is expected of rows by a recorded classifier, and by one as good as the paper's."""
     if rows.predicted is not None:
-        yield f"S³, recorded ({rows.accuracy(rows.predicted):.0%} right)", rows.predicted
+        yield f"recorded ({rows.accuracy(rows.predicted):.0%} right)", rows.predicted
     ten = replace(rows, bounds=tenths(rows.limit))
-    yield f"S³, {ACCURACY:.1%} right", ten.expected_by(confusion_of(ACCURACY, NEAR), seed)
+    yield f"{ACCURACY:.1%} right", ten.expected_by(confusion_of(ACCURACY, NEAR), seed)
 
 
 def line(memory: Memory, rows: Rows, chosen: Sequence[Contestant]) -> str:
@@ -211,7 +211,7 @@ def accuracy_table(rows: Rows, seed: int) -> None:
     pipeline = pipeline_for(SETTING, rows)
     memory = Memory(pipeline, LONGEST_REQUESTS * rows.longest)
     longest, oracle, blocks = (
-        each.best(memory, rows).tokens_per_s for each in contestants(rows, [])
+        each.best(memory, rows).tokens_per_s for each in contestants(rows, ())
     )
     print(
         f"\n{rows.name}, {SETTING.model} on {SETTING.gpu}, {memory.kv_tokens} token slots: Oracle "
@@ -223,7 +223,7 @@ def accuracy_table(rows: Rows, seed: int) -> None:
         cells = [f"{accuracy:.1%}"]
         for near in (1.0, 0.0):
             expected = rows.expected_by(confusion_of(accuracy, near), seed)
-            run = Contestant("S³", "predicted", expected).best(memory, rows)
+            run = Contestant("S³", "foreseen", expected).best(memory, rows)
             cells += [
                 f"{run.tokens_per_s / oracle:.2f}",
                 f"{run.preemptions / len(rows):.2f}",

@@ -5,7 +5,7 @@ predictions, or blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from actors.messages import Admission, MicroBatch, Request, Sampled, Sampling, TokenIds
 from actors.schedule.driver import PipelineDriver
-from actors.schedule.orca import OrcaScheduler
 from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes, Scheduler
+from actors.schedule.table import make_scheduler
 from benchmarks.reproduction.lengths.on_demand import OnDemandScheduler
 from benchmarks.reproduction.lengths.rows import IntArray, Rows
 from benchmarks.reproduction.orca.pipelines import ModelledPipeline
@@ -23,7 +23,8 @@ from benchmarks.reproduction.orca.virtual_time import VirtualClock, VirtualPipel
 from planner.costs.stored_bytes import kv_token_bytes
 from planner.model.finding import model_shape
 from planner.plan.modelled_times import ModelledTimes
-from planner.workload import HOLES
+from planner.scheduling import PolicyName
+from planner.workload import holes_of
 from quant.scheme import FULL_BITS
 
 AT_ONCE = 256
@@ -223,9 +224,16 @@ class Memory:
         ]
 
 
+POLICIES: Mapping[str, PolicyName] = {
+    "longest": "orca",
+    "published": "s3-published",
+    "foreseen": "s3",
+}
+
+
 @dataclass(frozen=True)
 class Contestant:
-    """A way to reserve: "longest", "predicted" or "blocks".
+    """A way to reserve: "longest", "published" (S³), "foreseen" (`s3`) or "blocks".
 
     `park_tokens_from`: the least tokens of preempted requests that are parked in host memory; 0:
     all are computed again.
@@ -275,29 +283,32 @@ class Contestant:
         tokens = max(MOST_BATCH_TOKENS, 2 * most)
         if self.kind == "blocks":
             return OnDemandScheduler(kv_tokens, stages, most, tokens)
-        alike = self.kind == "longest"
-        longest = rows.longest
+        policy, longest = POLICIES[self.kind], rows.longest
+        parks = policy != "orca"
         sizes = QueueSizes(
             slots=stages * most,
             prefill_micro_batch=1,
             decode_micro_batch=most,
             slot_tokens=longest,
-            policy="orca" if alike else "s3",
+            policy=policy,
             kv_tokens=kv_tokens,
-            n_slots=max(longest, int((1 - HOLES) * kv_tokens)),
+            n_slots=max(longest, int((1 - holes_of(policy)) * kv_tokens)),
             max_batch_size=most,
             max_batch_tokens=tokens,
-            park_tokens_from=0 if alike else self.park_tokens_from,
-            parked_tokens=0 if alike else memory.parked_tokens,
+            park_tokens_from=parks * self.park_tokens_from,
+            parked_tokens=parks * memory.parked_tokens,
         )
-        return OrcaScheduler(sizes, stages) if alike else S3Scheduler(sizes, stages)
+        return make_scheduler(sizes, stages)
 
 
 def contestants(rows: Rows, predicted: Sequence[tuple[str, IntArray]]) -> list[Contestant]:
-    """Reserving for the longest, by each prediction, by the truth, and on demand."""
+    """Reserving for the longest; as published, by the first prediction; by each prediction, by the
+    truth, and on demand.
+    """
     return [
         Contestant("longest (ORCA)", "longest"),
-        *(Contestant(name, "predicted", expected) for name, expected in predicted),
-        Contestant("Oracle", "predicted", rows.answers),
+        *(Contestant(f"published, {name}", "published", each) for name, each in predicted[:1]),
+        *(Contestant(f"`s3`, {name}", "foreseen", expected) for name, expected in predicted),
+        Contestant("`s3`, Oracle", "foreseen", rows.answers),
         Contestant("blocks on demand", "blocks"),
     ]

@@ -11,6 +11,7 @@ from actors.processes.health import BatchFailure
 from actors.recovery.generation import halved
 from actors.schedule.exegpt import RraScheduler
 from actors.schedule.orca import OrcaScheduler
+from actors.schedule.peak import PeakScheduler
 from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
@@ -43,8 +44,10 @@ def test_a_plans_policy_makes_the_scheduler(plan: PlanSpec) -> None:
     assert isinstance(orca, OrcaScheduler)
     assert orca.most_under_way == 2
     s3 = make_scheduler(queue_sizes(plan, PolicyOptions("s3")), 2)
-    assert isinstance(s3, S3Scheduler)
+    assert isinstance(s3, PeakScheduler)
     assert s3.most_under_way == 2
+    published = make_scheduler(queue_sizes(plan, PolicyOptions("s3-published")), 2)
+    assert type(published) is S3Scheduler
 
 
 SCHEDULE = RequestSchedule("rra", 4, 12, 3, 2, 2, 100.0)

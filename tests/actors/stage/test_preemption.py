@@ -1,5 +1,5 @@
-"""Stages under the policy `s3` with predictions that are wrong in every way: tokens are those of
-`generate`, and of runs that nothing disturbs, whichever way preempted requests come back.
+"""Stages under `s3-published` and `s3` with predictions that are wrong in every way: tokens are
+those of `generate`, and of runs that nothing disturbs, whichever way preempted requests come back.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from actors.schedule.driver import PipelineDriver
 from actors.schedule.live_run import Inbox, LiveRun, Mail
 from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes
+from actors.schedule.table import make_scheduler
 from actors.stage.stage import Stage
 from actors.stage_figures import Supervision
+from planner.schedule import peak
+from planner.scheduling import PolicyName
 from quant.scheme import Processor
 from tests.actors.configs import CONFIGS, LATENT_CONFIGS, LAYERS, STATE_CONFIGS
 from tests.actors.driving import drive
@@ -118,13 +121,15 @@ def stages_for(folder: Path, stages: int, kv_bits: int = 16) -> list[Stage]:
     return [Stage(spec, folder, torch.device("cpu"), Processor()) for spec in specs]
 
 
-def sizes_for(stages: int, way: tuple[int, int], chunk: int = 0) -> QueueSizes:
+def sizes_for(
+    stages: int, way: tuple[int, int], chunk: int = 0, policy: PolicyName = "s3-published"
+) -> QueueSizes:
     return QueueSizes(
         stages * MOST_IN_BATCH,
         1,
         MOST_IN_BATCH,
         LONGEST,
-        "s3",
+        policy,
         kv_tokens=KV_TOKENS,
         max_batch_size=MOST_IN_BATCH,
         prefill_chunk_tokens=chunk,
@@ -149,7 +154,8 @@ def requests_for(guess: str, sampling: Sequence[Sampling] = SAMPLING[:1]) -> lis
 def run(
     stages: Sequence[Stage], sizes: QueueSizes, requests: Sequence[Request]
 ) -> tuple[list[list[int]], Supervision]:
-    scheduler = S3Scheduler(sizes, len(stages))
+    scheduler = make_scheduler(sizes, len(stages))
+    assert isinstance(scheduler, S3Scheduler)
     scheduler.add(requests)
     pipeline = CheckedPipeline(stages)
     found = {
@@ -188,6 +194,21 @@ def test_tokens_are_those_of_generate(
     tokens, counts = run(stages_for(folder, stages), sizes, requests_for(guess))
     assert tokens == expected
     check_ways(counts, guess, way)
+
+
+@pytest.mark.parametrize("way", [COMPUTED, PARKED])
+@pytest.mark.parametrize("guess", ["far too short", pytest.param("random", marks=RARE), "right"])
+def test_ranges_that_grow_lose_no_token(
+    guess: str, way: tuple[int, int], tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `s3` all ranges grow, so that they move; too little is expected of a few then."""
+    monkeypatch.setattr(peak, "GROWTH", 3)
+    folder, expected = tiny("llama")
+    sizes = sizes_for(2, way, 4, "s3")
+    tokens, counts = run(stages_for(folder, 2), sizes, requests_for(guess))
+    assert tokens == expected
+    assert counts.grown > len(PROMPTS)
+    assert bool(counts.parked + counts.recomputed) == (guess != "right")
 
 
 @pytest.mark.parametrize("way", [COMPUTED, PARKED])

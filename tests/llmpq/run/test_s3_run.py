@@ -1,4 +1,4 @@
-"""Runs under the policy `s3` with predictions far too short: requests are preempted all along."""
+"""Runs under `s3-published` with predictions far too short: requests are preempted all along."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CrowdedGroup(StageGroup):
 
 
 def options_for(events: list[RecoveryEvent], transport: Any) -> GroupOptions:
-    policy = PolicyOptions("s3", max_batch_size=6, prefill_chunk_tokens=4)
+    policy = PolicyOptions("s3-published", max_batch_size=6, prefill_chunk_tokens=4)
     return GroupOptions(policy=policy, transport=transport, on_event=events.append)
 
 
@@ -129,7 +129,6 @@ def test_a_live_run_loses_and_doubles_no_token(
 
 
 def test_a_plan_is_run_by_its_name(tiny: tuple[Path, Any], plan: Plan) -> None:
-    """Without predictions, requests reserve all that they may need."""
     rows = [
         {"custom_id": str(i), "prompt": list(prompt), "max_new_tokens": 1 + i % NEW_TOKENS}
         for i, prompt in enumerate(PROMPTS)

@@ -18,7 +18,7 @@ from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
 from planner.search.find import PricedPlan
-from planner.workload import HOLES, Job, Workload
+from planner.workload import GROWING_HOLES, Job, Workload
 from quant.common.errors import SpecError
 from tests.planner.edits import content_of
 from tests.planner.plan_alone import find_plan
@@ -64,9 +64,9 @@ def test_what_prediction_frees_becomes_requests_in_flight(
     assert more.policy == PolicyOptions("s3", more.policy.max_batch_size, 64)
     check_plan(more, model_shape(MODEL))
     assert more.job is not None
-    mean = more.job.job.mean_predicted
+    mean = more.job.job.mean_held("s3")
     assert mean < 0.6 * LENGTHS.mean_reserved
-    needed = more.workload.global_batch * mean / (1 - HOLES)
+    needed = more.workload.global_batch * mean / (1 - GROWING_HOLES)
     assert more.workload.n_slots == pytest.approx(needed, abs=1)
 
 
@@ -90,12 +90,12 @@ def test_where_memory_is_scarce_no_oracle_is_below_orca(lengths: Lengths) -> Non
 def test_without_a_predictor_memory_is_that_of_orca(orca: PricedPlan) -> None:
     assert orca.plan.job is not None
     in_flight = orca.plan.workload.global_batch
-    found = planned("s3", in_flight=in_flight).plan
+    found = planned("s3-published", in_flight=in_flight).plan
     assert found.job is not None
     assert found.job.job.predictor is not None
     assert found.job.job.predictor.source == LONGEST
     assert found.workload == orca.plan.workload
-    assert found.job.job.mean_predicted == pytest.approx(LENGTHS.mean_reserved)
+    assert found.job.job.mean_held("s3-published") == pytest.approx(LENGTHS.mean_reserved)
     assert orca.plan.job.job.predictor is None
 
 

@@ -17,6 +17,7 @@ from planner.profiles.sensitivity import default_sensitivity
 from planner.schedule.job_passes import job_passes
 from planner.schedule.orca import MixedPass
 from planner.schedule.passes import JobRows, OrcaSizes, Pass
+from planner.scheduling import PolicyName
 from planner.simulation.job_simulation import (
     forecast_job,
     simulate_job,
@@ -145,8 +146,11 @@ def test_forecast_of_a_long_job_is_near_all_of_its_events(kind: str) -> None:
     assert forecast.tokens_per_s == pytest.approx(expected.tokens_per_s, rel=0.01)
 
 
+@pytest.mark.parametrize("policy", ["s3", "s3-published"])
 @pytest.mark.parametrize("seed", range(3))
-def test_forecast_with_predicted_lengths_is_near_all_of_its_events(seed: int) -> None:
+def test_forecast_with_predicted_lengths_is_near_all_of_its_events(
+    seed: int, policy: PolicyName
+) -> None:
     rng = np.random.default_rng(seed)
     outputs = np.clip(rng.lognormal(2.5, 1.0, 300).astype(int), 1, 100)
     prompts = rng.integers(1, 50, 300)
@@ -154,8 +158,8 @@ def test_forecast_with_predicted_lengths_is_near_all_of_its_events(seed: int) ->
     confusion = np.eye(10, dtype=np.int64) * 60 + rng.integers(0, 9, (10, 10))
     counts = tuple(map(tuple, confusion.tolist()))
     job = Job(4000, lengths, None, AssumedPredictor("tried", tuple(range(10, 101, 10)), counts))
-    slots = job.in_flight(24, "s3").reservable_tokens
-    sizes = OrcaSizes(12, slots, 400, 32, "s3")
+    slots = job.in_flight(24, policy).reservable_under(policy)
+    sizes = OrcaSizes(12, slots, 400, 32, policy)
 
     def seconds(each: Pass) -> PassSeconds:
         assert isinstance(each, MixedPass)
