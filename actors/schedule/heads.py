@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import numpy as np
+
 from actors.messages import EVERY_KEY, HeadId, MicroBatch, Park, Request, Sampling, SharedHead
 from actors.stage_figures import NOTHING_SHARED, SharedPrompts
 from planner.costs.stored_bytes import LEAST_HEAD_TOKENS
+from planner.lengths import IntArray
 
 BLOCK_TOKENS = 16
 """Heads end where a block of so many tokens does, as vLLM's do: hashing each block once finds heads
@@ -217,6 +220,12 @@ class PromptHeads:
     def _count(self, **more: int) -> None:
         counts = {name: getattr(self.counts, name) + n for name, n in more.items()}
         self.counts = replace(self.counts, **counts)
+
+
+def repeated_tokens(prompt_tokens: IntArray) -> IntArray:
+    """Tokens that are restored of prompts of so many, where they come again [prompts]."""
+    whole: IntArray = (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    return np.where(whole < LEAST_HEAD_TOKENS, 0, whole)
 
 
 def _beginnings(request: Request) -> list[int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from actors.schedule.heads import repeated_tokens
 from llmpq.jobs.inputs import JobInput
 from llmpq.keywords import PromptingKeywords
 from llmpq.model_check import checked_shape
@@ -64,7 +65,7 @@ class LongRows:
 
 @dataclass(frozen=True)
 class InputJob:
-    """The job of an input: its `ordinary` rows, and the long ones, if it has any.
+    """The job of an input: the answers of its `ordinary` `rows`, and the long ones, if it has any.
 
     `beyond`: rows with more tokens than the model has positions, which are in neither. `done`: as
     many rows have results of a job that goes on, and are in neither. `left_out`: long rows that
@@ -79,16 +80,22 @@ class InputJob:
     left_out: NamedRows | None = None
     longest: str | None = None
     requests: RequestLengths | None = None
+    rows: int | None = None
 
     @property
     def prompts(self) -> int:
-        """Number of rows that are planned, long ones too."""
+        """Number of answers that are planned, those of long rows too."""
         return self.ordinary.prompts + (self.long_rows.job.prompts if self.long_rows else 0)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on rows that are not planned as the others are."""
         notes = []
+        if self.rows not in (None, self.ordinary.prompts):
+            notes.append(
+                f"{self.rows:,} rows ask for {self.ordinary.prompts:,} answers, each of which "
+                "counts as a prompt"
+            )
         if heads := self.ordinary.heads.kept_tokens:
             each = self.ordinary.lengths.mean_prompt - self.ordinary.computed_tokens
             notes.append(
@@ -252,6 +259,7 @@ class _InputRows:
             done=done,
             longest=longest_row(self.source, rows, ordinary),
             requests=self._requests(planned_for, outputs),
+            rows=int(ordinary.sum()),
         )
         named = self._named(above)
         if cut is None or named is None:
@@ -287,6 +295,7 @@ class _InputRows:
         longest = {int(numbers[values[numbers].argmax()]) for values in (rows.prompts, outputs)}
         sampled = np.flatnonzero(chosen & rows.even)
         sampled = np.array(sorted({*sampled.tolist(), *longest}))
+        sampled = np.repeat(sampled, rows.answers[sampled])
         limit = None if self.observed is None else int(rows.limits[numbers].max())
         source = "limits" if self.observed is None else self.observed.outputs_from
         pairs = zip(rows.prompts[sampled].tolist(), outputs[sampled].tolist(), strict=True)
@@ -294,11 +303,12 @@ class _InputRows:
         # No row of the input, the done ones too, may get more: it stays while a job goes on.
         default_limit = min(self.limit, int(rows.limits.max()))
         heads = _heads(rows, chosen & rows.even).within(lengths.longest_prompt)
-        return Job(len(numbers), lengths, default_limit, heads=heads)
+        return Job(int(rows.answers[numbers].sum()), lengths, default_limit, heads=heads)
 
     def _requests(self, chosen: BoolArray, outputs: IntArray) -> RequestLengths:
         """The lengths of the chosen rows [rows]."""
-        found = RequestLengths.of_pairs(self.rows.prompts[chosen], outputs[chosen])
+        pairs = self.rows.prompts[chosen], outputs[chosen]
+        found = RequestLengths.of_pairs(*np.repeat(pairs, self.rows.answers[chosen], axis=1))
         heads = _heads(self.rows, chosen & self.rows.even)
         return replace(found, heads=heads.within(found.prompts.longest))
 
@@ -308,14 +318,20 @@ class _InputRows:
 
 def _heads(rows: MeasuredRows, sampled: BoolArray) -> PlannedHeads:
     """Heads by which as many tokens are shared as those that were found in `sampled` rows [rows],
-    where rows share different ones or none.
+    where rows share different ones or none; further answers of a row share its prompt.
     """
-    shared = float(rows.shared[sampled].sum())
+    prompts, first, answers = (
+        values[sampled] for values in (rows.prompts, rows.shared, rows.answers)
+    )
+    again = np.where(answers > 1, repeated_tokens(prompts), 0)
+    shared = float((first + (answers - 1) * np.maximum(first, again)).sum())
     if not shared:
         return NO_HEADS
-    most = rows.prompts[sampled] - 1
-    each = bisect_left(range(int(most.max())), shared, key=lambda n: np.minimum(n, most).sum())
-    return PlannedHeads(each, max(each, rows.head_tokens))
+    most = prompts - 1
+    each = bisect_left(
+        range(int(most.max())), shared, key=lambda n: (answers * np.minimum(n, most)).sum()
+    )
+    return PlannedHeads(each, max(each, rows.head_tokens + int(again.max())))
 
 
 @dataclass(frozen=True)
@@ -355,7 +371,7 @@ def batch_of_input(
         notes.append(named_rows(source, rows, fits & ~within).longer_than(PLANNED))
     kept = rows.where(within)
     derived: dict[str, Any] = {
-        "global_batch": min(len(kept), DEFAULT_WORKLOAD["global_batch"]),
+        "global_batch": min(int(kept.answers.sum()), DEFAULT_WORKLOAD["global_batch"]),
         "prompt_length": int(kept.prompts.max()),
         "new_tokens": int(kept.limits.max()),
     }

@@ -51,7 +51,7 @@ class MeasuredRows:
     `even`: rows that stand for all. `finished`: output tokens of rows that have been generated
     already, else 0. `done`: rows that are not left of a job, as they have results. `places` are
     those of `JobInput`. `shared`: tokens of a head that an even row begins with, as others do;
-    all heads together have `head_tokens`.
+    all heads together have `head_tokens`. `answers`: requests of a row, which share its prompt.
     """
 
     prompts: IntArray
@@ -62,6 +62,7 @@ class MeasuredRows:
     finished: IntArray
     done: BoolArray
     shared: IntArray
+    answers: IntArray
     head_tokens: int = 0
 
     def where(self, chosen: BoolArray) -> MeasuredRows:
@@ -123,7 +124,7 @@ class InputMeasure:
 
     def _survey(self) -> MeasuredRows:
         """The rows as read, none `even` yet; prompts in tokens if of token ids, else in bytes."""
-        sizes, limits, places = array("q"), array("q"), array("q")
+        sizes, limits, places, answers = array("q"), array("q"), array("q"), array("q")
         is_exact, finished, ids = array("b"), array("q"), array("Q")
         read = False
         for row, place in self.source.rows():
@@ -133,6 +134,7 @@ class InputMeasure:
             sizes.append(_size(row))
             limits.append(row.sampling.get("max_new_tokens") or self.new_tokens)
             places.append(place)
+            answers.append(1 if row.sampling.get("temperature") == 0 else row.answers)
             is_exact.append(row.token_ids is not None)
             finished.append(self.finished.get(row.custom_id, 0))
             if self.done is not None:
@@ -152,6 +154,7 @@ class InputMeasure:
             finished=_numbers(finished),
             done=self._done(len(sizes), np.array(ids, dtype=np.uint64)),
             shared=np.zeros(len(sizes), dtype=np.int64),
+            answers=_numbers(answers),
         )
 
     def _done(self, rows: int, ids: IdNumbers) -> BoolArray:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import random
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import pytest
 from transformers import AutoTokenizer
 
 from actors.messages import Finished, Request, Sampling
 from actors.stage.grammar import compiled, vocabulary_of
+from llmpq.jobs.inputs import JobInput
+from llmpq.jobs.job import OpenJob
+from llmpq.jobs.job_output import JobOutput
 from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.meter import RunMeter
@@ -16,6 +23,7 @@ from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits
 from planner.workload import Workload
+from tests.llmpq.fake_jobs import IDENTITY, SMALL_SHARDS, QuickDisk, results_in, write_prompts
 from tests.llmpq.small_tokenizers import write_byte_tokenizer
 
 SHORT, LONG = Workload(4, 8, 6), Workload(1, 64, 6)
@@ -98,6 +106,47 @@ def test_a_row_of_several_answers_has_one_result() -> None:
     assert meter.state().prompts == 5
     assert rows.columns_held == {}
     rows.long.close()
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize("kept", range(7))
+def test_a_stopped_job_has_each_answer_once(kept: int, tmp_path: Path) -> None:
+    """Whatever part of a row's answers had ended: results are those of a job that ran through."""
+    drawn: dict[str, Any] = {"temperature": 1.0}
+    source = write_prompts(
+        tmp_path / "in.jsonl",
+        {"custom_id": "a", "prompt": [1], "n": 3, **drawn},
+        {"custom_id": "b", "prompt": [2], "n": 2, "seed": 5, **drawn},
+        {"custom_id": "c", "prompt": [3]},
+    )
+
+    def run(target: Path, limit: int) -> None:
+        found = JobInput.find([source])
+        with JobOutput(target, SMALL_SHARDS, (source,), QuickDisk()) as output:
+            job = OpenJob(found, output, IDENTITY)
+            maker = RequestMaker(SHORT, 100, Sampling(), None)
+            rows = RowsInFlight(maker, RunMeter(None, None))
+            requests = [each for each in rows.requests(maker.requests(rows.taken_in(job.todo())))]
+            for request in random.Random(kept).sample(requests, min(limit, len(requests))):
+                assert request is not None
+                named = request.draw_id or request.custom_id
+                ended = Finished(request.custom_id, tuple(named.encode()), "length")
+                for result in rows.results([ended]):
+                    job.write(result)
+            if limit >= len(requests):
+                job.finish()
+
+    run(tmp_path / "out.jsonl", kept)
+    run(tmp_path / "out.jsonl", 9)
+    run(tmp_path / "other.jsonl", 9)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    found = {line["custom_id"]: line for line in lines}
+    assert len(lines) == 3
+    assert found == results_in(tmp_path / "other.jsonl")
+    made = [bytes(each["token_ids"]).decode() for each in found["a"]["generations"]]
+    assert made == ["a-0", "a-1", "a-2"]
+    made = [bytes(each["token_ids"]).decode() for each in found["b"]["generations"]]
+    assert made == ["0", "1"]
 
 
 def test_reasoning_of_chats_comes_beside_their_texts(tmp_path: Path) -> None:

@@ -323,3 +323,30 @@ def test_the_heads_that_rows_share_are_planned_for(tmp_path: Path) -> None:
     assert measured.spec.predicted.latency_s < whole.spec.predicted.latency_s
     assert "mean 95 prompt tokens, 75 of them shared, 8 new" in repr(measured)
     assert "shared" not in repr(whole)
+
+
+def test_each_answer_of_a_row_is_planned_for(tmp_path: Path) -> None:
+    """As a row of its own would be, of which all but the first restore what the prompt shares."""
+    rows = [
+        {"prompt": [i] * (90 + i), "max_new_tokens": 4 + i, "temperature": 1.0} for i in range(20)
+    ]
+    rows[0]["prompt"] = [7] * 30  # too short to be shared
+    several = [{**row, "n": 3} for row in rows] + [{"prompt": [1], "temperature": 0, "n": 9}]
+    alone = [row for row in rows for _ in range(3)] + [{"prompt": [1], "temperature": 0}]
+    found, each = (
+        job_of_input(write_prompts(tmp_path / name, *given), MODEL)
+        for name, given in (("n.jsonl", several), ("one.jsonl", alone))
+    )
+    job, other = found.ordinary, each.ordinary
+    assert found.prompts == each.prompts == 61
+    assert job.lengths == other.lengths
+    assert found.notes[0].startswith("21 rows ask for 61 answers")
+    assert requests_of(found).lengths.prompts == requests_of(each).lengths.prompts
+    computed = 61 * job.computed_tokens
+    assert computed == pytest.approx(61 * other.computed_tokens + other.heads.kept_tokens, rel=0.05)
+    assert job.heads.kept_tokens <= 109 + job.heads.shared_tokens
+    batches = (
+        batch_of_input([tmp_path / name], str(MODEL), {}).workload
+        for name in ("n.jsonl", "one.jsonl")
+    )
+    assert len({batch.global_batch for batch in batches}) == 1
