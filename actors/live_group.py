@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Protocol, Self
 
-from actors.messages import Finished, Progress, Request
+from actors.messages import Finished, KnownLogprobs, Progress, Request
 from actors.processes.observer import Observer, StageTrace
 from actors.stage_figures import LayersLoaded, QueueDepth, StageStats
 from planner.plan.spec import PlanSpec
@@ -213,6 +213,7 @@ class WholeAnswers:
         self._is_read = False
         self._taken: list[Request] = []  # and not submitted yet
         self._tokens: dict[str, list[int]] = {}
+        self._logprobs: dict[str, KnownLogprobs] = {}  # of those that ask for them
 
     def results(self) -> Iterator[tuple[Finished, ...]]:
         """Yield what finished, each request once, and nothing where the source pauses."""
@@ -241,6 +242,8 @@ class WholeAnswers:
             taken, self._taken = self._taken, []
             self.live.submit(*taken)
             self._tokens |= {each.custom_id: list(each.generated) for each in taken}
+            asking = (each.custom_id for each in taken if each.wants_logprobs)
+            self._logprobs |= {name: KnownLogprobs() for name in asking}
             if self._is_read:
                 self.live.close()
         return False
@@ -250,9 +253,13 @@ class WholeAnswers:
         ended: list[Finished] = []
         for each in told:
             self._tokens[each.custom_id] += each.token_ids
+            if each.custom_id in self._logprobs:
+                self._logprobs[each.custom_id].add(each)
             if each.finish_reason is not None:
                 tokens = tuple(self._tokens.pop(each.custom_id))
-                ended.append(Finished(each.custom_id, tokens, each.finish_reason, each.error))
+                known = self._logprobs.pop(each.custom_id, KnownLogprobs())
+                made = Finished(each.custom_id, tokens, each.finish_reason, each.error)
+                ended.append(replace(made, logprobs=tuple(known.own), prompt_logprobs=known.prompt))
         return tuple(ended)
 
     def halt(self) -> tuple[Finished, ...]:
@@ -261,5 +268,8 @@ class WholeAnswers:
 
     @property
     def unfinished(self) -> tuple[Request, ...]:
-        """The requests that were read and not given out, with the tokens that are known of them."""
-        return (*self.live.unfinished, *self._taken)
+        """The requests that were read and not given out, with the tokens that are known of them;
+        those that ask for log-probabilities, which end with the run, begin anew.
+        """
+        known = (replace(r, generated=()) if r.wants_logprobs else r for r in self.live.unfinished)
+        return (*known, *self._taken)

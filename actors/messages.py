@@ -5,64 +5,16 @@ figures.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from actors.logprobs import LogprobRows, TokenLogprobs
 from actors.sampling_options import Sampling as Sampling
-from quant.common.errors import SpecError
 from quant.common.text import MOST_BEFORE
-
-MOST_TOP_LOGPROBS = 20
-"""Most tokens beside the chosen one that a request may ask for, as in OpenAI's interface."""
-
-NO_TOKEN = -1
-"""Stands in `LogprobRows.top_ids` behind the last token that a request asked for."""
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Logarithm of a token's probability; `top`: the most probable ids with theirs, best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class LogprobRows:
-    """Log-probabilities of those requests of a micro-batch that ask for them.
-
-    `rows` `[asked]` are their places among its sampled rows, ascending; `chosen` `[asked]` is of
-    the token that was chosen; `top_ids` and `top` `[asked, most]` have the most probable tokens,
-    best first, and `NO_TOKEN` behind the last one that a request asked for.
-    """
-
-    rows: npt.NDArray[np.int64]
-    chosen: npt.NDArray[np.float32]
-    top_ids: npt.NDArray[np.int64]
-    top: npt.NDArray[np.float32]
-
-    def by_row(self) -> dict[int, TokenLogprobs]:
-        """The log-probabilities by place among the sampled rows."""
-        columns = (each.tolist() for each in (self.rows, self.chosen, self.top_ids, self.top))
-        found: dict[int, TokenLogprobs] = {}
-        for row, chosen, ids, values in zip(*columns, strict=True):
-            top = zip(ids, values, strict=True)
-            found[row] = TokenLogprobs(chosen, tuple(each for each in top if each[0] != NO_TOKEN))
-        return found
-
-
-def check_top_logprobs(wanted: int | None) -> None:
-    """Raise `SpecError` for a number of most probable tokens that cannot be told."""
-    if wanted is not None and not (type(wanted) is int and 0 <= wanted <= MOST_TOP_LOGPROBS):
-        raise SpecError(
-            f"top_logprobs is {wanted!r:.80}; it must be a whole number from 0 to "
-            f"{MOST_TOP_LOGPROBS}, or None"
-        )
-
 
 FinishReason = Literal["stop", "length", "error"]
 BatchKind = Literal["prefill", "decode", "mixed"]
@@ -106,8 +58,10 @@ class Request:
     `generated`: its first new tokens where it goes on after a fault; `max_new_tokens` counts them.
     `draw_id`: what random draws are keyed by in the place of `custom_id`, unless it is empty.
     `top_logprobs`: how many of the most probable tokens are told beside each new one, with all
-    their log-probabilities; None for none at all. No choice depends on it. `expected_tokens`: the
-    new tokens that a predictor expects of it, `generated` among them; None: as many as it may have.
+    their log-probabilities; None for none at all. `prompt_logprobs`: the same of each token of the
+    prompt but the first one, told with the first new token. No choice depends on them.
+    `expected_tokens`: the new tokens that a predictor expects of it, `generated` among them; None:
+    as many as it may have.
 
     `host_key`: where its keys and values are kept once its prompt is computed, for other stages to
     go on with it; of a request that has `generated` tokens, where those of all tokens but the last
@@ -128,6 +82,16 @@ class Request:
     age_s: float | None = None
     adapter: str = ""
     head: SharedHead | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be told."""
+        return self.prompt_logprobs is not None and not self.generated
 
     @property
     def shared_tokens(self) -> int:
@@ -191,8 +155,9 @@ class Admission:
     `room` is its range of the KV cache, which is cleared for it. `generated`, `draw_id`, `adapter`
     and `top_logprobs` as in `Request`.
     `prompt_tokens`: the distinct tokens of its prompt where a penalty counts them, else empty;
-    `prompt_end`: its last ones where stop strings are looked for behind them, else empty. They are
-    sent once; the stage that samples keeps them, and the tokens that it has chosen.
+    `prompt_end`: its last ones where stop strings are looked for behind them, else empty;
+    `prompt_ids`: all of them where `prompt_logprobs` of each are told, else empty. They are sent
+    once; the stage that samples keeps them, and the tokens that it has chosen.
     """
 
     slot: int
@@ -206,6 +171,8 @@ class Admission:
     top_logprobs: int | None = None
     prompt_end: tuple[int, ...] = ()
     adapter: str = ""
+    prompt_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
     @classmethod
     def of(cls, slot: int, request: Request, room: TokenRange = TokenRange(0, 0)) -> Admission:
@@ -223,6 +190,8 @@ class Admission:
             request.top_logprobs,
             request.prompt_ids[-MOST_BEFORE:] if sampling.stop else (),
             request.adapter,
+            request.prompt_ids if request.scores_prompt else (),
+            request.prompt_logprobs if request.scores_prompt else None,
         )
 
 
@@ -237,7 +206,9 @@ class MicroBatch:
     `moves` are made before it, in their order, and before the rooms of `admitted` are cleared.
     `samples` `[requests]` tells whose next token is sampled (None: everyone's): a part of a prompt
     that is not the last one has none yet. `sizes` `[requests]` are the token slots of the requests'
-    ranges (None: not told), which may have grown.
+    ranges (None: not told), which may have grown. `scored` `[requests]`: behind how many of a
+    request's new tokens, from the first on, the log-probability of the prompt's next one is told
+    (None: of nobody's).
 
     Requests that are preempted have their tokens parked in host memory, or not: `drops` are keys of
     what is forgotten there first of all, `parks` are made then, before the moves, and `restores`
@@ -257,6 +228,7 @@ class MicroBatch:
     restores: tuple[Park, ...] = ()
     drops: tuple[int, ...] = ()
     keeps: tuple[Park, ...] = ()
+    scored: npt.NDArray[np.int64] | None = None
 
     @cached_property
     def decode_rows(self) -> npt.NDArray[np.bool_]:
@@ -326,6 +298,22 @@ class MicroBatch:
         rows: TokenIds = (np.cumsum(self.counts) - 1)[self.sampled_rows]
         return rows
 
+    @property
+    def scored_tokens(self) -> int:
+        """Number of tokens behind which the prompt's next one is scored."""
+        return 0 if self.scored is None else int(self.scored.sum())
+
+    @property
+    def head_rows(self) -> TokenIds:
+        """Rows of the flattened batch that the LM head computes: the last new token of each sampled
+        request, then the `scored_tokens`.
+        """
+        if self.scored is None:
+            return self.last_token_rows
+        first = np.cumsum(self.counts) - self.counts - np.cumsum(self.scored) + self.scored
+        scored = np.arange(self.scored_tokens) + np.repeat(first, self.scored)
+        return np.concatenate([self.last_token_rows, scored])
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -333,7 +321,7 @@ class Sampled:
 
     Both are in the order of the micro-batch's `sampled_rows`, and empty where nothing was sampled.
     The reason "error" means that its logits were not finite; the token has no meaning then.
-    `logprobs` are those of the requests that ask for them, None where none does.
+    `logprobs` are those of the requests that ask for them, None where none does; of prompts, too.
     """
 
     token_ids: TokenIds
@@ -346,12 +334,16 @@ NOTHING_SAMPLED = Sampled(np.zeros(0, dtype=np.int64), ())
 
 @dataclass(frozen=True)
 class Finished:
-    """An ended request, with its new tokens (EOS included); `error` says what went wrong."""
+    """An ended request, with its new tokens (EOS included); `error` says what went wrong, the
+    log-probabilities are as in `Progress`.
+    """
 
     custom_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: LogprobRows | None = None
 
 
 @dataclass(frozen=True)
@@ -360,7 +352,8 @@ class Progress:
     only whole answers are told of; where it has ended with them, why, and `error` as in `Finished`.
     `logprobs` are those of the tokens where the request asks for them, else empty. `age_s`: how
     long ago the stages began with it, where others go on with it now. `shared_tokens`, told with
-    the first ones: how many of its prompt's were restored, and not computed.
+    the first ones: how many of its prompt's were restored, and not computed; `prompt_logprobs`,
+    told with them too: those of the prompt's tokens by position, without the first one.
     """
 
     custom_id: str
@@ -370,6 +363,19 @@ class Progress:
     logprobs: tuple[TokenLogprobs, ...] = ()
     age_s: float | None = None
     shared_tokens: int = 0
+    prompt_logprobs: LogprobRows | None = None
+
+
+@dataclass(eq=False)
+class KnownLogprobs:
+    """Log-probabilities that were told of a request: of its new tokens, and of its prompt."""
+
+    own: list[TokenLogprobs] = field(default_factory=list)
+    prompt: LogprobRows | None = None
+
+    def add(self, told: Progress) -> None:
+        self.own += told.logprobs
+        self.prompt = told.prompt_logprobs or self.prompt
 
 
 @dataclass(frozen=True, eq=False)

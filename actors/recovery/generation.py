@@ -237,13 +237,16 @@ class LiveGeneration:
         return tuple(new)
 
     def _more_tokens(self, stopped: StoppedRun) -> tuple[Progress, ...]:
-        """Note and return new tokens of requests in slots: what is replayed goes on from them."""
+        """Note and return new tokens of requests in slots: what is replayed goes on from them, but
+        not where their log-probabilities are lost.
+        """
         more: list[Progress] = []
         latest = stopped.tokens or self._check.tokens
         with self._lock:
             if not self._told_every and latest is not None and latest.run == self._run:
+                lost = {r.custom_id for r in self._ledger.unfinished if r.wants_logprobs}
                 for name, tokens in latest.slots.values():
-                    known = self._tokens.get(name)
+                    known = None if name in lost else self._tokens.get(name)
                     if known is not None and len(tokens) > len(known):
                         more.append(Progress(name, tuple(tokens[len(known) :].tolist())))
                         known += more[-1].token_ids

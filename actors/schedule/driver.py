@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from actors.logprobs import LogprobRows
 from actors.messages import Admission, Finished, HeadId, MicroBatch, Request, Sampled, TokenIds
 from actors.schedule.heads import PromptHeads
+from actors.schedule.prompt_scores import PromptScores
 from actors.schedule.scheduler import Scheduler
 from actors.stage_figures import BUCKETS, LatencyCounts, bucket_of
 from planner.scheduling import RequestSchedule
@@ -127,6 +129,7 @@ class PipelineDriver:
         self._pipeline = pipeline
         self._latencies = latencies or LatencyRecord()
         self._heads = heads or PromptHeads(0)
+        self._scores = PromptScores()
         self._under_way: deque[tuple[MicroBatch, Any]] = deque()
         self._lock = Lock()  # around changes that `slot_tokens` must not see halfway
 
@@ -149,6 +152,10 @@ class PipelineDriver:
     def shared_tokens(self, slot: int) -> int:
         """How many tokens of the prompt in a slot are restored, and not computed."""
         return self._scheduler.requests[slot].shared_tokens
+
+    def take_prompt_logprobs(self, slot: int) -> LogprobRows | None:
+        """Those of the prompt in a slot, once, when its first new token has come."""
+        return self._scores.take(slot)
 
     def expect(self, requests: Sequence[Request]) -> None:
         """Make ready for `requests`. SpecError for one that can never run."""
@@ -187,6 +194,7 @@ class PipelineDriver:
                 batch, ready = self._heads.with_copies(batch, self._scheduler.requests)
             if ready:
                 self._scheduler.add(ready)
+            batch = self._scores.with_scores(batch, self._scheduler.requests)
         self._latencies.begin(batch.admitted)
         self._under_way.append((batch, self._pipeline.submit(batch, token_ids)))
         return batch
@@ -197,6 +205,7 @@ class PipelineDriver:
         """
         batch, handle = self._under_way.popleft()
         sampled = self._pipeline.result(handle)
+        self._scores.take_in(batch, sampled)
         with self._lock:
             ended = self._scheduler.complete(batch, sampled)
             for each in ended:

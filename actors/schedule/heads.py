@@ -230,9 +230,10 @@ def repeated_tokens(prompt_tokens: IntArray) -> IntArray:
 
 def _beginnings(request: Request) -> list[int]:
     """Hashes of the beginnings of a prompt that may be heads, the shortest first, with its adapter;
-    at least one token is left to compute. What other stages have prefilled has none.
+    at least one token is left to compute. What other stages have prefilled has none, nor has a
+    prompt whose tokens are scored: nothing is computed of those of a head that is restored.
     """
-    if request.host_key is not None and request.generated:
+    if (request.host_key is not None and request.generated) or request.scores_prompt:
         return []
     ids, found, value = request.prompt_ids, list[int](), hash(request.adapter)
     for end in range(BLOCK_TOKENS, len(ids), BLOCK_TOKENS):

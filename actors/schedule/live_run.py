@@ -4,20 +4,22 @@ they come back.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Condition, Lock
 
+from actors.logprobs import check_top_logprobs
 from actors.messages import (
     Admission,
     Finished,
     HeadId,
+    KnownLogprobs,
     MicroBatch,
     Progress,
     Request,
     Sampled,
     SlotTokens,
-    check_top_logprobs,
 )
 from actors.schedule.driver import LatencyRecord, Pipeline, PipelineDriver
 from actors.schedule.heads import PromptHeads
@@ -139,9 +141,10 @@ class LiveRun:
 
     A request may have at most `longest` tokens. The tokens of `told_every` micro-batches are told
     of together, but what begins and what ends is told of at once; with 0, nothing is told of a
-    request before its end, and then all of its tokens, those that it came with among them. A run
-    that `waits` has micro-batches as large as planned: as long as the scheduler wants requests and
-    more may come, none is submitted; whoever sends them is asked for more by an empty event.
+    request before its end, and then all of its tokens, those that it came with among them, whose
+    log-probabilities are not known any more. A run that `waits` has micro-batches as large as
+    planned: as long as the scheduler wants requests and more may come, none is submitted; whoever
+    sends them is asked for more by an empty event.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class LiveRun:
         self._names: dict[int, str] = {}  # by slot; none of requests that were given up
         self._shared: dict[int, int] = {}  # tokens that prompts share, by slot, until they are told
         self._untold = UntoldTokens(told_every)
+        self._logprobs: dict[str, KnownLogprobs] = defaultdict(KnownLogprobs)  # told with all else
 
     def events(self) -> Iterator[tuple[Progress, ...]]:
         """Yield what each micro-batch has brought, and requests that cannot run; waits for work."""
@@ -211,10 +215,12 @@ class LiveRun:
             self._driver.cancel(custom_id)
             self._names = {slot: name for slot, name in self._names.items() if name != custom_id}
             self._untold.forget(custom_id)
+            self._logprobs.pop(custom_id, None)
         return tuple(each for each in refused if each.custom_id not in mail.cancelled)
 
     def _check(self, request: Request) -> None:
         check_top_logprobs(request.top_logprobs)
+        check_top_logprobs(request.prompt_logprobs, "prompt_logprobs")
         prompt, new = len(request.prompt_ids), request.max_new_tokens
         if not prompt or new < 1 or prompt + new > self._longest:
             raise SpecError(
@@ -228,16 +234,22 @@ class LiveRun:
         """What is told of now that `batch` has come back, with which some have `finished`."""
         if not self._tells_whole:
             return self._untold.take(self._tokens_of(batch, sampled))
-        return tuple(
-            Progress(each.custom_id, each.token_ids, each.finish_reason, each.error)
-            for each in finished
-        )
+        for one in self._tokens_of(batch, sampled) if sampled.logprobs is not None else ():
+            if one.logprobs or one.prompt_logprobs:
+                self._logprobs[one.custom_id].add(one)
+        return tuple(map(self._whole, finished))
+
+    def _whole(self, ended: Finished) -> Progress:
+        known = self._logprobs.pop(ended.custom_id, KnownLogprobs())
+        told = Progress(ended.custom_id, ended.token_ids, ended.finish_reason, ended.error)
+        return replace(told, logprobs=tuple(known.own), prompt_logprobs=known.prompt)
 
     def _tokens_of(self, batch: MicroBatch, sampled: Sampled) -> tuple[Progress, ...]:
         """The tokens of `batch`; one that has no meaning is left out."""
         told: list[Progress] = []
-        logprobs = {} if sampled.logprobs is None else sampled.logprobs.by_row()
         slots, tokens = batch.slots[batch.sampled_rows].tolist(), sampled.token_ids.tolist()
+        found = sampled.logprobs
+        logprobs = {} if found is None else found.between(0, len(slots)).by_row()
         each = zip(slots, tokens, sampled.finish_reasons, strict=True)
         for row, (slot, token, reason) in enumerate(each):
             name = self._names.get(slot)
@@ -249,7 +261,8 @@ class LiveRun:
                 known = (logprobs[row],) if row in logprobs else ()
                 age_s = None if reason is None else self._driver.take_age_s(name)
                 shared = self._shared.pop(slot, 0)
-                told.append(Progress(name, (token,), reason, None, known, age_s, shared))
+                prompt = self._driver.take_prompt_logprobs(slot)
+                told.append(Progress(name, (token,), reason, None, known, age_s, shared, prompt))
             if reason is not None:
                 del self._names[slot]
         return tuple(told)

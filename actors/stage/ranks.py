@@ -274,4 +274,4 @@ def follow(
 
 
 def _rows(batch: MicroBatch, order: Order) -> int:
-    return len(batch.sampled_rows) if order == Order.FINISH else int(batch.counts.sum())
+    return len(batch.head_rows) if order == Order.FINISH else int(batch.counts.sum())

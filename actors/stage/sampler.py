@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf, log
 from pathlib import Path
@@ -14,12 +15,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from actors.logprobs import LogprobRows
 from actors.messages import (
-    NO_TOKEN,
     NOTHING_SAMPLED,
     Admission,
     FinishReason,
-    LogprobRows,
     MicroBatch,
     Sampled,
     Sampling,
@@ -27,6 +27,7 @@ from actors.messages import (
 )
 from actors.sampling_options import stop_begin
 from actors.stage.grammar import Answer, Grammars, vocabulary_of
+from actors.stage.log_probabilities import logprob_rows, most_probable, scores
 from actors.stage.model_config import read_config
 from quant.common.text import MOST_BEFORE, Decoder, text_after
 from quant.devices import on_device, on_host
@@ -137,54 +138,6 @@ def _index(logits: Tensor, lengths: Sequence[int], tokens: TokenIds) -> tuple[Te
     return on_rows, columns
 
 
-def most_probable(
-    logits: Tensor, tokens: Tensor, top_logprobs: Sequence[int | None]
-) -> tuple[Tensor, ...]:
-    """What `logprob_rows` makes its rows of, on the device: log-probabilities of the `tokens`
-    `[sampled]`, the most probable ones, and theirs; nothing where no row asks.
-
-    `logits` `[sampled, vocabulary]` are the model's: before bias, penalties and temperature. Only
-    the rows that ask are looked at, in float32.
-    """
-    asked = [row for row, wanted in enumerate(top_logprobs) if wanted is not None]
-    if not asked:
-        return ()
-    most = min(max(wanted or 0 for wanted in top_logprobs), logits.shape[-1])
-    (rows,) = on_device(logits.device, np.array(asked, dtype=np.int64))
-    part = logits[rows].float()
-    each = part.log_softmax(-1)  # row by row; a sum of one row is shared among threads
-    order = part.topk(most, dim=-1).indices
-    return each.gather(-1, tokens[rows][:, None])[:, 0], order, each.gather(-1, order)
-
-
-def logprob_rows(
-    tokens: TokenIds,
-    top_logprobs: Sequence[int | None],
-    own: npt.NDArray[np.float32],
-    top_ids: TokenIds,
-    top: npt.NDArray[np.float32],
-) -> LogprobRows:
-    """The log-probabilities that `most_probable` has found, of each row as many as `top_logprobs`
-    says. A chosen token comes before others that are as probable; these come by their ids.
-    """
-    rows = np.array([row for row, wanted in enumerate(top_logprobs) if wanted is not None])
-    wanted = np.array([top_logprobs[row] for row in rows], dtype=np.int64)
-    for row, token in enumerate(tokens[rows].tolist()):
-        _sort_equals(top_ids[row], top[row], token, own[row])
-    top_ids[np.arange(top_ids.shape[1]) >= wanted[:, None]] = NO_TOKEN
-    return LogprobRows(rows, own, top_ids, top)
-
-
-def _sort_equals(top_ids: TokenIds, top: np.ndarray, token: int, own: np.float32) -> None:
-    """Bring equally probable tokens in order, in place: the chosen `token` first, which may have
-    been left out for others as probable as it, then by ids.
-    """
-    if len(top) and own >= top[-1] and token not in top_ids:
-        top_ids[-1] = token
-    order = np.lexsort((top_ids, top_ids != token, -top))
-    top_ids[:] = top_ids[order]
-
-
 class _Running:
     """A request in a slot, its new tokens, those that its penalties count, and its grammar."""
 
@@ -195,6 +148,7 @@ class _Running:
         self.counts = TokenCounts.of(admission) if sampling.penalises else NO_TOKENS
         ends = sorted(eos.union(sampling.stop_token_ids)) if sampling.min_tokens else []
         self._ends = ends  # which none of its first `min_tokens` may be
+        self.is_finite = True  # what was computed of its prompt
         self.answer: Answer | None = None
         self._ignored: Sequence[int] = ()
         if sampling.structured_outputs:
@@ -240,15 +194,17 @@ class Sampler:
         self._running: dict[int, _Running] = {}
         self._grammars = Grammars(lambda: vocabulary_of(self._decoder(), eos_token_ids))
 
-    def sample(self, batch: MicroBatch, logits: Tensor) -> Sampled:
+    def sample(self, batch: MicroBatch, logits: Tensor, scored: Iterable[Tensor] = ()) -> Sampled:
         """One token for each sampled request of `batch`; `logits`: `[sampled, vocabulary]`, of
-        which nothing is read where there are none.
+        which nothing is read where there are none. `scored` are those of prompts, part by part,
+        `[scored tokens, vocabulary]` together.
         """
         for admission in batch.admitted:
             self._running[admission.slot] = _Running(admission, self._eos, self._grammars)
         slots = batch.slots[batch.sampled_rows].tolist()
+        of_prompts = self._scores(batch, len(slots), scored)
         if not slots:
-            return NOTHING_SAMPLED
+            return replace(NOTHING_SAMPLED, logprobs=of_prompts) if of_prompts else NOTHING_SAMPLED
         running = [self._running[slot] for slot in slots]
         finite = logits.amax(-1).isfinite()  # the largest of a row with NaN is NaN
         if logits.device.type != "cpu":  # looking first would wait for the GPU
@@ -260,19 +216,41 @@ class Sampler:
         asked = [request.admission.top_logprobs for request in running]
         probable = most_probable(logits, chosen, asked)
         tokens, are_finite, *found = on_host(chosen, finite, *probable)
-        logprobs = logprob_rows(tokens, asked, *found) if found else None
+        of_tokens = logprob_rows(tokens, asked, *found) if found else None
+        logprobs = LogprobRows.joined([each for each in (of_tokens, of_prompts) if each])
         reasons = []
         for slot, request, token, is_finite in zip(
             slots, running, tokens, are_finite.tolist(), strict=True
         ):
             request.give(int(token))
-            reason = self._finish_reason(request) if is_finite else "error"
+            has_meaning = is_finite and request.is_finite
+            reason = self._finish_reason(request) if has_meaning else "error"
             reasons.append(reason)
             if reason is not None:
                 del self._running[slot]
         going_on = zip(running, reasons, strict=True)
         self._grammars.look_ahead([r.answer for r, ends in going_on if r.answer and not ends])
         return Sampled(tokens, tuple(reasons), logprobs)
+
+    def _scores(self, batch: MicroBatch, first: int, parts: Iterable[Tensor]) -> LogprobRows | None:
+        """Log-probabilities of the tokens of prompts whose logits are the `parts`, which are called
+        `first` and so on.
+        """
+        if batch.scored is None:
+            return None
+        counts = batch.scored.tolist()
+        rows = [row for row, count in enumerate(counts) if count]
+        running = [self._running[slot] for slot in batch.slots[rows].tolist()]
+        tokens, asked = list[int](), list[int | None]()
+        for row, request in zip(rows, running, strict=True):
+            begin = int(batch.starts[row]) + 1
+            tokens += request.admission.prompt_ids[begin : begin + counts[row]]
+            asked += [request.admission.prompt_logprobs] * counts[row]
+        found, finite = scores(parts, np.array(tokens, dtype=np.int64), asked, first)
+        owners = np.repeat(np.arange(len(rows)), [counts[row] for row in rows])
+        for owner in owners[~finite].tolist():
+            running[owner].is_finite = False
+        return found
 
     def _finish_reason(self, request: _Running) -> FinishReason | None:
         sampling, token_ids, answer = request.sampling, request.token_ids, request.answer

@@ -4,6 +4,7 @@ the sampler.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,7 @@ from actors.stage.layers.own_layers import (
     put_own_layers,
     run_own_layers,
 )
+from actors.stage.log_probabilities import rows_at_once
 from actors.stage.model_config import end_tokens, read_config
 from actors.stage.partial_model import logits_of, numbers_of_layers, run_modules
 from actors.stage.ranks import Order, join, send
@@ -224,9 +226,8 @@ class Stage:
         """Compute one micro-batch.
 
         `inputs`: token ids `[tokens]` on the first stage, hidden states `[tokens, hidden_size]` on
-        the others. Returns hidden states of the same shape; on the last stage those of the last
-        token of each sampled request `[sampled, head_width]`, or the sampled tokens where the LM
-        head lives there too.
+        the others. Returns hidden states of the same shape; on the last stage those that the LM
+        head computes, `[head_rows, head_width]`, or the sampled tokens where it lives there too.
         """
         inputs = self._shared(Order.STEP, batch, inputs)
         self._cache.prepare(batch)
@@ -234,8 +235,9 @@ class Stage:
             self._adapters.admit(batch.admitted)
         hidden = self._hidden(batch, inputs)
         self._cache.keep(batch)
-        if self.spec.is_last and (batch.samples is not None or not batch.is_decode):
-            hidden = hidden[on_device(self.device, batch.last_token_rows)[0]]
+        is_cut = batch.samples is not None or batch.scored is not None or not batch.is_decode
+        if self.spec.is_last and is_cut:
+            hidden = hidden[on_device(self.device, batch.head_rows)[0]]
         samples = self.spec.is_last and self.spec.has_head
         result = self._sample(batch, hidden) if samples else hidden
         waited = isinstance(result, Sampled) and result.token_ids.size > 0
@@ -253,8 +255,8 @@ class Stage:
 
     @torch.inference_mode()
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        """Compute LM head and sampling on the first stage, of the final hidden states of the last
-        token of each sampled request `[sampled, head_width]`, from the last stage.
+        """Compute LM head and sampling on the first stage, of the final hidden states `[head_rows,
+        head_width]` from the last stage.
         """
         sampled = self._sample(batch, self._shared(Order.FINISH, batch, last_hidden))
         self._group.check()
@@ -263,17 +265,26 @@ class Stage:
     def _sample(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
         if not self.spec.has_head:
             raise ValueError(f"stage {self.spec.index} has no LM head")
-        logits: Tensor | None = last_hidden
-        if len(last_hidden):
-            parts = spread(int(self._model.config.vocab_size), self.spec.degree)
-            if self.spec.deterministic:
-                own = by_fixed_rows(lambda _, rows: logits_of(self._model, rows), last_hidden)
-            else:
-                own = logits_of(self._model, last_hidden)
-            logits = self._group.gather(own, [len(part) for part in parts])
-        if self._sampler is None or logits is None:  # rank 0 samples
+        sampled, scored = last_hidden.tensor_split([len(batch.sampled_rows)])
+        logits = self._logits(sampled) if len(sampled) else sampled
+        at_once = rows_at_once(int(self._model.config.vocab_size))
+        parts = (self._logits(part) for part in scored.split(at_once) if len(part))
+        if self._sampler is None:  # rank 0 samples
+            deque(parts, maxlen=0)
             return NOTHING_SAMPLED
-        return self._sampler.sample(batch, logits)
+        return self._sampler.sample(batch, logits, parts)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The logits of `hidden` `[rows, head_width]`, `[rows, vocabulary]`; on ranks other than 0
+        only what they have computed of them.
+        """
+        if self.spec.deterministic:
+            own = by_fixed_rows(lambda _, rows: logits_of(self._model, rows), hidden)
+        else:
+            own = logits_of(self._model, hidden)
+        parts = spread(int(self._model.config.vocab_size), self.spec.degree)
+        gathered = self._group.gather(own, [len(part) for part in parts])
+        return own if gathered is None else gathered
 
     def _shared(self, order: Order, batch: MicroBatch, inputs: Tensor) -> Tensor:
         """Bring `inputs` to the device in the type that is computed in; all ranks have those of
@@ -294,7 +305,7 @@ class Stage:
         tokens = int(batch.counts.sum())
         if order == Order.FINISH:
             width = int(self._model.get_output_embeddings().in_features)
-            return torch.empty(len(batch.sampled_rows), width, dtype=self.dtype, device=self.device)
+            return torch.empty(len(batch.head_rows), width, dtype=self.dtype, device=self.device)
         if self.spec.is_first:
             return torch.empty(tokens, dtype=torch.int64, device=self.device)
         return torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)

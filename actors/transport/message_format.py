@@ -19,12 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.logprobs import MOST_TOP_LOGPROBS, NO_TOKEN, LogprobRows, check_top_logprobs
 from actors.messages import (
-    MOST_TOP_LOGPROBS,
-    NO_TOKEN,
     Admission,
     FinishReason,
-    LogprobRows,
     MicroBatch,
     Move,
     Park,
@@ -32,9 +30,14 @@ from actors.messages import (
     Sampling,
     TokenIds,
     TokenRange,
-    check_top_logprobs,
 )
-from actors.transport.message_limits import ADMISSION_BYTES, Limits, check_batch, refuse
+from actors.transport.message_limits import (
+    ADMISSION_BYTES,
+    MOST_ROWS,
+    Limits,
+    check_batch,
+    refuse,
+)
 from actors.transport.nccl import GpuLink
 from quant.common.errors import LlmpqError
 
@@ -45,12 +48,12 @@ _NO_IDS: TokenIds = np.zeros(0, dtype=np.int64)
 def logprob_arrays(asked: LogprobRows | None) -> tuple[TokenIds, Tensor | None]:
     """Ids, flat, and values `[asked, 1 + most]` in float32.
 
-    The first column has the places of the tokens and the values of those that were chosen, the
-    others the most probable tokens.
+    The first columns have the places of the tokens, their ranks, and the values of those that were
+    chosen, the others the most probable tokens.
     """
     if asked is None:
         return _NO_IDS, None
-    ids: TokenIds = np.column_stack([asked.rows, asked.top_ids]).ravel()
+    ids: TokenIds = np.column_stack([asked.rows, asked.ranks, asked.top_ids]).ravel()
     return ids, torch.from_numpy(np.column_stack([asked.chosen, asked.top]))
 
 
@@ -67,13 +70,13 @@ def logprobs_of(ids: TokenIds, values: Tensor, tokens: int) -> LogprobRows | Non
     """Log-probabilities of some of `tokens`, `values` copied; raises as `check_logprob_sizes`."""
     if not len(values):
         return None
-    ids, found = ids.reshape(values.shape), values.numpy().copy()
-    rows, top_ids = ids[:, 0], ids[:, 1:]
+    ids, found = ids.reshape(len(values), -1), values.numpy().copy()
+    rows, ranks, top_ids = ids[:, 0], ids[:, 1], ids[:, 2:]
     if rows[0] < 0 or rows[-1] >= tokens or (np.diff(rows) < 1).any():
         refuse("has log-probabilities of tokens that there are not")
-    if (top_ids < NO_TOKEN).any() or np.isnan(found).any():
+    if (top_ids < NO_TOKEN).any() or (ranks < 1).any() or np.isnan(found).any():
         refuse("has log-probabilities that are none")
-    return LogprobRows(rows, found[:, 0], top_ids, found[:, 1:])
+    return LogprobRows(rows, found[:, 0], ranks, top_ids, found[:, 1:])
 
 
 _PREFIX = struct.Struct("<QQQQQQQQ")
@@ -81,11 +84,12 @@ _PREFIX = struct.Struct("<QQQQQQQQ")
 
 _BATCH, _SAMPLED, _APART = 0, 1, 2  # apart: a micro-batch whose hidden states go over a GPU link
 _SAMPLED_ARRAYS = 2  # tokens, reasons
-_BATCH_ARRAYS = 6  # slots, starts, counts, begins, samples, sizes
+_BATCH_ARRAYS = 7  # slots, starts, counts, begins, samples, sizes, scored
 _CHANGE_NUMBERS = 4  # which change, and the fields of a move or of parked tokens
 _MOVE, _PARK, _RESTORE, _DROP, _KEEP = range(5)
 _ALIGNMENT = 64
-_ADMITTED_TOKENS = ("generated", "prompt_tokens", "prompt_end")
+_ADMITTED_TOKENS = ("generated", "prompt_tokens", "prompt_end", "prompt_ids")
+_OF_LOGPROBS = ("top_logprobs", "prompt_logprobs")
 _NO_CHANGES: TokenIds = np.zeros((0, _CHANGE_NUMBERS), dtype=np.int64)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
@@ -106,7 +110,7 @@ class _Prefix(NamedTuple):
     @property
     def array_bytes(self) -> int:
         if self.kind == _SAMPLED:
-            return 8 * (_SAMPLED_ARRAYS * self.requests + self.rows * self.columns)
+            return 8 * (_SAMPLED_ARRAYS * self.requests + self.rows * (self.columns + 1))
         return 8 * (_BATCH_ARRAYS * self.requests + _CHANGE_NUMBERS * self.changes)
 
     @property
@@ -123,8 +127,8 @@ class _Prefix(NamedTuple):
 
 def encode(batch: MicroBatch, result: Tensor | Sampled, link: GpuLink | None = None) -> Tensor:
     """A message `[bytes]` of uint8 on the host: `batch` with hidden states `[tokens, hidden_size]`,
-    or just its sampled tokens. `samples` that are all set come out as None. Over a `link` hidden
-    states are sent now, and the message is to follow.
+    or just its sampled tokens. `samples` that are all set, and `scored` that are all 0, come out
+    as None. Over a `link` hidden states are sent now, and the message is to follow.
     """
     if isinstance(result, Sampled):
         codes = np.array([_REASONS.index(r) for r in result.finish_reasons], dtype=np.int64)
@@ -133,7 +137,8 @@ def encode(batch: MicroBatch, result: Tensor | Sampled, link: GpuLink | None = N
     admitted = json.dumps([_to_json(admission) for admission in batch.admitted]).encode()
     samples = np.ones_like(batch.slots) if batch.samples is None else batch.samples.astype(np.int64)
     sizes = np.zeros_like(batch.slots) if batch.sizes is None else batch.sizes
-    arrays = (batch.slots, batch.starts, batch.counts, batch.begins, samples, sizes)
+    scored = np.zeros_like(batch.slots) if batch.scored is None else batch.scored
+    arrays = (batch.slots, batch.starts, batch.counts, batch.begins, samples, sizes, scored)
     text = admitted if batch.admitted else b""
     if link is None:
         return _message(_BATCH, arrays, _changes(batch), text, result)
@@ -166,7 +171,8 @@ def decode(
     shape, dtype = (prefix.rows, prefix.columns), _DTYPES[prefix.dtype]
     tensor = message[prefix.tensor_begin : prefix.message_bytes].view(dtype)
     if prefix.kind == _SAMPLED:
-        return _sampled(numbers, prefix.requests, tensor.reshape(shape))
+        most = _most_scored(prefix.requests, limits)
+        return _sampled(numbers, prefix.requests, tensor.reshape(shape), most)
     admitted = _admitted(data[end : end + prefix.text_bytes].tobytes())
     batch = _batch(numbers, prefix.requests, admitted)
     check_batch(batch, prefix.rows, limits)
@@ -208,7 +214,8 @@ def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
     if is_sampled and prefix.changes + prefix.text_bytes + prefix.dtype:
         refuse("brings more than the tokens that it says")
     if is_sampled:
-        check_logprob_sizes(prefix.requests, prefix.rows, prefix.columns)
+        most = _most_scored(prefix.requests, limits)
+        check_logprob_sizes(most, prefix.rows, prefix.columns)
     if not (prefix.requests or is_sampled):
         refuse("is a micro-batch of no requests")
     if prefix.message_bytes != prefix.planned_bytes:
@@ -217,7 +224,7 @@ def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
         for what, most in (
             ("requests", limits.requests),
             ("changes", limits.kv_tokens + limits.parked_tokens),
-            ("rows", limits.requests if is_sampled else limits.rows),
+            ("rows", prefix.rows if is_sampled else limits.rows),
             ("columns", prefix.columns if is_sampled else limits.columns),
             ("text_bytes", limits.requests * ADMISSION_BYTES),
         ):
@@ -226,20 +233,27 @@ def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
     return prefix
 
 
-def _sampled(numbers: TokenIds, requests: int, values: Tensor) -> Sampled:
-    """The tokens of the arrays, and the log-probabilities that follow."""
+def _most_scored(requests: int, limits: Limits | None) -> int:
+    """Most rows of log-probabilities where so many `requests` are sampled: theirs, and those of
+    prompts.
+    """
+    return requests + (MOST_ROWS if limits is None else limits.rows)
+
+
+def _sampled(numbers: TokenIds, requests: int, values: Tensor, most: int) -> Sampled:
+    """The tokens of the arrays, and the log-probabilities that follow, of at most so many."""
     end = _SAMPLED_ARRAYS * requests
     token_ids, codes = numbers[:end].reshape(_SAMPLED_ARRAYS, requests)
     if (token_ids < 0).any() or (codes < 0).any() or (codes >= len(_REASONS)).any():
         refuse("has tokens or reasons that there are not")
     reasons = tuple(_REASONS[code] for code in codes)
-    return Sampled(token_ids, reasons, logprobs_of(numbers[end:], values, requests))
+    return Sampled(token_ids, reasons, logprobs_of(numbers[end:], values, most))
 
 
 def _batch(numbers: TokenIds, requests: int, admitted: tuple[Admission, ...]) -> MicroBatch:
     """The micro-batch of the arrays and changes that follow the prefix."""
     arrays = numbers[: _BATCH_ARRAYS * requests].reshape(_BATCH_ARRAYS, requests)
-    slots, starts, counts, begins, samples, sizes = arrays
+    slots, starts, counts, begins, samples, sizes, scored = arrays
     if ((samples != 0) & (samples != 1)).any():
         refuse("does not say whether requests are sampled")
     changes: dict[int, list[list[int]]] = {each: [] for each in range(_KEEP + 1)}
@@ -260,6 +274,7 @@ def _batch(numbers: TokenIds, requests: int, admitted: tuple[Admission, ...]) ->
         tuple(Park(*fields) for fields in changes[_RESTORE]),
         tuple(key for key, *_ in changes[_DROP]),
         tuple(Park(*fields) for fields in changes[_KEEP]),
+        scored if scored.any() else None,
     )
 
 
@@ -308,11 +323,9 @@ def _aligned(offset: int) -> int:
 
 
 def _to_json(admission: Admission) -> dict[str, Any]:
-    """Its fields; that of log-probabilities only where they are asked for."""
+    """Its fields; those of log-probabilities only where they are asked for."""
     values = asdict(admission)
-    if admission.top_logprobs is None:
-        del values["top_logprobs"]
-    return values
+    return {n: each for n, each in values.items() if each is not None or n not in _OF_LOGPROBS}
 
 
 def _admitted(text: bytes) -> tuple[Admission, ...]:
@@ -344,5 +357,6 @@ def _from_json(values: dict[str, Any]) -> Admission:
         or min(numbers) < 0
     ):
         raise ValueError("a field of another type")
-    check_top_logprobs(admission.top_logprobs)
+    for name in _OF_LOGPROBS:
+        check_top_logprobs(getattr(admission, name), name)
     return admission

@@ -10,7 +10,7 @@ import numpy as np
 from actors.messages import EVERY_KEY, MicroBatch, TokenIds
 from quant.common.errors import StageLostError
 
-_MOST = 2**62
+MOST_ROWS = 2**62
 
 ADMISSION_BYTES = 16 * 2**20
 """Most bytes of JSON for each request: ids, stop strings, and 256,000 tokens and biases take less.
@@ -43,11 +43,14 @@ def refuse(what: str) -> NoReturn:
 
 def check_batch(batch: MicroBatch, rows: int, limits: Limits | None) -> None:
     """Raise `StageLostError` where the `batch` of a message with `rows` of hidden states is not one
-    that stages within `limits` compute; there is a row for each token, or for each sampled request.
+    that stages within `limits` compute; there is a row for each token, or for each that the LM head
+    computes.
     """
-    limits = limits or Limits(*[_MOST] * 7)
+    limits = limits or Limits(*[MOST_ROWS] * 7)
     _check_requests(batch, limits)
-    if rows not in (len(batch.sampled_rows), int(batch.counts.sum())):
+    if batch.scored is not None and ((batch.scored < 0) | (batch.scored > batch.counts)).any():
+        refuse("scores tokens that there are not")
+    if rows not in (len(batch.head_rows), int(batch.counts.sum())):
         refuse(f"has {rows} rows for {int(batch.counts.sum())} tokens")
     order, ends = np.argsort(batch.begins), _own_ends(batch, limits)
     if (batch.begins[order][1:] < ends[order][:-1]).any():

@@ -100,10 +100,12 @@ def _sampled(
     first: ComputingStage, asked: MicroBatch, answer: tuple[MicroBatch, Tensor] | Sampled
 ) -> Sampled:
     """The tokens of `asked` from the last stage's `answer`, which may be hidden states."""
-    rows = len(answer.token_ids if isinstance(answer, Sampled) else answer[1])
-    wanted = len(asked.sampled_rows)
+    if isinstance(answer, Sampled):
+        rows, wanted = len(answer.token_ids), len(asked.sampled_rows)
+    else:
+        rows, wanted = len(answer[1]), len(asked.head_rows)
     if rows != wanted:
-        raise StageLostError(f"the last stage answered for {rows} requests, asked were {wanted}")
+        raise StageLostError(f"the last stage answered with {rows} rows, asked were {wanted}")
     return answer if isinstance(answer, Sampled) else first.finish(asked, answer[1])
 
 

@@ -17,7 +17,7 @@ from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from actors.messages import MOST_TOP_LOGPROBS
+from actors.logprobs import MOST_TOP_LOGPROBS
 from actors.sampling_options import FORM
 from llmpq.rows.answers import ChatForm, CompletionForm, Form
 from llmpq.rows.fields import DRAWN, MOST_ANSWERS, SAMPLING_FIELDS

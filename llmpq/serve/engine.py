@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from actors.messages import Request, TokenLogprobs
+from actors.logprobs import TokenLogprobs
+from actors.messages import Request
 from actors.sampling_options import Sampling
 from llmpq.rows.row import Row
 from llmpq.tokenizing.reasoning import Markers

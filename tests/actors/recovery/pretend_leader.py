@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.messages import Finished, Progress, Request, SlotTokens, TokenLogprobs
+from actors.logprobs import TokenLogprobs
+from actors.messages import Finished, Progress, Request, SlotTokens
 from actors.processes.answers import StageDiedError
 from actors.schedule.live_run import Inbox, Mail
 from actors.schedule.scheduler import QueueSizes
@@ -115,6 +116,8 @@ class LiveStream:
             return
         self.next_s = cluster.now_s + STEP_S
         steps = cluster.steps
+        held = (*leader.waiting, *(request for request, _ in leader.slots.values()))
+        came_with = {each.custom_id: len(each.generated) for each in held}
         try:
             ended = {each.custom_id: each for each in leader.step()}
         except StageLostError as error:
@@ -123,18 +126,22 @@ class LiveStream:
         if cluster.steps == steps:
             return
         if self.whole:
-            whole = [Progress(i, e.token_ids, e.finish_reason) for i, e in ended.items()]
+            whole = [
+                self._with_logprobs(Progress(i, e.token_ids, e.finish_reason), came_with[i])
+                for i, e in ended.items()
+            ]
             self.items += [tuple(whole)] * bool(whole)
             return
         told = [Progress(r.custom_id, (tokens[-1],)) for r, tokens in leader.slots.values()]
         told += [Progress(i, e.token_ids[-1:], e.finish_reason) for i, e in ended.items()]
         self.items.append(tuple(map(self._with_logprobs, told)))
 
-    def _with_logprobs(self, progress: Progress) -> Progress:
-        """That of token n is -n, where the request asks."""
+    def _with_logprobs(self, progress: Progress, came_with: int = 0) -> Progress:
+        """That of token n is -n, where the request asks; not of those that it came with."""
         if progress.custom_id not in self.asking:
             return progress
-        return replace(progress, logprobs=tuple(TokenLogprobs(-n) for n in progress.token_ids))
+        new = progress.token_ids[came_with:]
+        return replace(progress, logprobs=tuple(TokenLogprobs(-n) for n in new))
 
     def is_ready(self) -> bool:
         return bool(self.items) or self.has_ended

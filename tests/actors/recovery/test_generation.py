@@ -202,6 +202,34 @@ def test_what_is_halted_goes_on_elsewhere_with_its_tokens(after: int) -> None:
     }
 
 
+def test_whole_answers_have_all_log_probabilities_though_stages_die_and_others_go_on() -> None:
+    """Of requests that ask, what was computed is computed again: nobody knows it any more."""
+    made = requests(COUNT, new_tokens=9)
+    source = [replace(r, top_logprobs=0 if i % 2 else None) for i, r in enumerate(made)]
+    first = started()
+    answers = first.whole_answers(source)
+    ended: list[Finished] = []
+    for finished in answers.results():
+        ended += finished
+        if len(first.events) < 2 and len(ended) > 40 * len(first.events):
+            first.stages[1].die()
+        if len(ended) >= 120:
+            ended += answers.halt()
+            break
+    assert len(first.events) == 2
+    left = answers.unfinished
+    assert {bool(r.generated) for r in left if r.top_logprobs is None} == {True, False}
+    assert not any(r.generated for r in left if r.top_logprobs == 0)
+    not_taken = source[len(ended) + len(left) :]
+    for finished in started().whole_answers([*left, *not_taken]).results():
+        ended += finished
+    assert len(ended) == len(source)
+    for request, each in zip(source, sorted(ended, key=lambda e: int(e.custom_id)), strict=True):
+        assert each.token_ids == tokens_of(request)
+        told = tuple(-one.logprob for one in each.logprobs)
+        assert told == (each.token_ids if request.top_logprobs == 0 else ())
+
+
 def test_a_run_that_is_interrupted_can_be_given_up_and_another_follows() -> None:
     cluster = started()
     answers = cluster.whole_answers(requests(COUNT))

@@ -11,7 +11,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from actors.messages import MicroBatch, Request, Sampled, Sampling, TokenIds, TokenLogprobs
+from actors.logprobs import TokenLogprobs
+from actors.messages import (
+    MicroBatch,
+    Request,
+    Sampled,
+    Sampling,
+    TokenIds,
+)
 from actors.stage.stage import Stage
 from quant.common.errors import DeviceError
 from quant.devices import local_processor

@@ -14,7 +14,8 @@ import regex
 import torch
 from transformers import AutoTokenizer
 
-from actors.messages import Admission, FinishReason, Sampling, TokenLogprobs
+from actors.logprobs import TokenLogprobs
+from actors.messages import Admission, FinishReason, Sampling
 from actors.stage.grammar import Grammars, behind_reasoning, compiled, leaves_room, vocabulary_of
 from actors.stage.sampler import Sampler
 from tests.actors.batches import batch_in_ranges

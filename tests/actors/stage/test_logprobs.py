@@ -15,19 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from actors.messages import (
-    NO_TOKEN,
-    Admission,
-    LogprobRows,
-    Request,
-    Sampling,
-    TokenIds,
-    TokenLogprobs,
-)
+from actors.logprobs import NO_TOKEN, LogprobRows, TokenLogprobs
+from actors.messages import Admission, Request, Sampling, TokenIds
 from actors.schedule.driver import Pipeline, PipelineDriver
 from actors.schedule.live_run import Inbox, LiveRun
 from actors.schedule.table import make_scheduler
-from actors.stage.sampler import Sampler, logprob_rows, most_probable
+from actors.stage.log_probabilities import logprob_rows, most_probable
+from actors.stage.sampler import Sampler
 from actors.stage.stage import Stage
 from actors.transport import pipelines
 from actors.transport.message_format import Codec

@@ -17,13 +17,13 @@ import pytest
 import torch
 from transformers import MistralConfig
 
+from actors.logprobs import TokenLogprobs
 from actors.messages import (
     MicroBatch,
     Request,
     Sampled,
     Sampling,
     TokenIds,
-    TokenLogprobs,
 )
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.live_run import Inbox, LiveRun, Mail

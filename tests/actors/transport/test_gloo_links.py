@@ -18,10 +18,9 @@ import torch
 # isort: split
 import psutil
 
+from actors.logprobs import NO_TOKEN, LogprobRows
 from actors.messages import (
-    NO_TOKEN,
     Admission,
-    LogprobRows,
     MicroBatch,
     Move,
     Sampled,
@@ -67,6 +66,7 @@ def a_batch(requests: int, tokens: int, custom_id: str = "täg\n") -> MicroBatch
         ),
         moves=tuple(Move(i, 3 * i, 2**40) for i in range(requests // 3)),
         samples=np.arange(requests) % 2 == 1,
+        scored=np.arange(requests) % (tokens + 1),
     )  # fmt: skip
 
 
@@ -78,6 +78,7 @@ def assert_equal(found: MicroBatch, wanted: MicroBatch) -> None:
     assert found.sampled_rows.tolist() == wanted.sampled_rows.tolist()
     assert found.admitted == wanted.admitted
     assert found.moves == wanted.moves
+    assert found.head_rows.tolist() == wanted.head_rows.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -116,6 +117,7 @@ def test_log_probabilities_come_out_as_they_went_in() -> None:
     rows = LogprobRows(
         np.array([0, 2, 3]),
         np.array([-0.1, -np.inf, -30.5], dtype=np.float32),
+        np.array([1, 2**40, 7]),
         np.array([[5, 2**40], [1, NO_TOKEN], [NO_TOKEN] * 2]),
         np.array([[-0.1, -7], [0, -3], [-1, -2]], dtype=np.float32),
     )

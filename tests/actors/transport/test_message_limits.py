@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.logprobs import MOST_TOP_LOGPROBS, LogprobRows
 from actors.messages import (
-    MOST_TOP_LOGPROBS,
     Admission,
-    LogprobRows,
     MicroBatch,
     Sampled,
     Sampling,
@@ -181,6 +180,8 @@ ADMITTED = asdict(a_batch().admitted[0])
                 {"top_logprobs": -1},
                 {"top_logprobs": True},
                 {"top_logprobs": "3"},
+                {"prompt_logprobs": MOST_TOP_LOGPROBS + 1},
+                {"prompt_ids": [-1]},
                 {"__class__": "x"},
             )
         ),
@@ -201,17 +202,24 @@ def test_answers_that_are_none(array: int, value: int) -> None:
         decode(message, LIMITS)
 
 
+@pytest.mark.parametrize("scored", [(-1, 1), (0, 4)])
+def test_scores_of_tokens_that_there_are_not(scored: tuple[int, int]) -> None:
+    message = a_message(replace(a_batch(), scored=np.array(scored)))
+    with pytest.raises(StageLostError, match="scores tokens that there are not"):
+        decode(message, LIMITS)
+
+
 def with_logprobs(requests: int = 2, columns: int = 1 + MOST_TOP_LOGPROBS) -> Tensor:
     """Tokens, of which the second has log-probabilities, and the first where there is room."""
     rows = np.arange(max(requests - 2, 0), requests)
     values = -np.ones((len(rows), columns), dtype=np.float32)
     ids = np.ones((len(rows), columns - 1), dtype=np.int64)
-    asked = LogprobRows(rows, values[:, 0], ids, values[:, 1:])
+    asked = LogprobRows(rows, values[:, 0], rows + 1, ids, values[:, 1:])
     return encode(a_batch(), Sampled(np.arange(requests), (None,) * requests, asked))
 
 
 def test_log_probabilities_are_within_limits_of_their_own() -> None:
-    """However narrow the hidden states are, and as few tokens as a micro-batch has."""
+    """However narrow the hidden states are; of prompts there are as many as there are tokens."""
     for requests in (1, 2, LIMITS.requests):
         found = decode(with_logprobs(requests), LIMITS)
         assert isinstance(found, Sampled)
@@ -219,16 +227,18 @@ def test_log_probabilities_are_within_limits_of_their_own() -> None:
         assert found.logprobs.top.shape == (min(requests, 2), MOST_TOP_LOGPROBS)
     with pytest.raises(StageLostError, match="7 requests, at most 6 were planned"):
         message_bytes(with_logprobs(LIMITS.requests + 1), LIMITS)
-    with pytest.raises(StageLostError, match="2 rows of 22 log-probabilities for 2 tokens"):
+    with pytest.raises(StageLostError, match="2 rows of 22 log-probabilities for"):
         message_bytes(with_logprobs(columns=2 + MOST_TOP_LOGPROBS), LIMITS)
 
 
-@pytest.mark.parametrize(("field", "value"), [("rows", 3), ("rows", 0), ("columns", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("rows", 3 + LIMITS.rows), ("rows", 0), ("columns", 0)]
+)
 def test_log_probabilities_of_sizes_that_there_are_not(field: str, value: int) -> None:
     message = with_field(with_logprobs(), field, value)
     prefix = message_format._Prefix(*message_format._PREFIX.unpack_from(message.numpy().data))
     message = with_field(message, "message", prefix.planned_bytes)
-    with pytest.raises(StageLostError, match="log-probabilities for 2 tokens"):
+    with pytest.raises(StageLostError, match=f"log-probabilities for {2 + LIMITS.rows} tokens"):
         message_bytes(message, LIMITS)
 
 
@@ -237,8 +247,9 @@ def test_log_probabilities_of_sizes_that_there_are_not(field: str, value: int) -
     [
         (0, -1, "of tokens that there are not"),
         (0, 1, "of tokens that there are not"),
-        (1 + MOST_TOP_LOGPROBS, 2, "of tokens that there are not"),
-        (1, -2, "log-probabilities that are none"),
+        (2 + MOST_TOP_LOGPROBS, 2 + LIMITS.rows, "of tokens that there are not"),
+        (1, 0, "log-probabilities that are none"),
+        (2, -2, "log-probabilities that are none"),
         (5, -(2**63), "log-probabilities that are none"),
     ],
 )

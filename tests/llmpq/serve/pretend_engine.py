@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.messages import Request, TokenLogprobs
+from actors.logprobs import TokenLogprobs
+from actors.messages import Request
 from actors.sampling_options import Sampling
 from llmpq.rows.row import Row
 from llmpq.serve.engine import (
