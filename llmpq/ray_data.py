@@ -16,7 +16,7 @@ from llmpq.jobs.parquet import plain_row
 from llmpq.keywords import RunKeywords, lists_options
 from llmpq.plan import Fleet, Plan
 from llmpq.rows.fields import is_field, may_be_field, nearest_field
-from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
+from llmpq.rows.results import MADE_COLUMNS, Result
 from llmpq.rows.sampling import SamplingInput
 from llmpq.run.engine import CheckedModel
 from llmpq.run.options import RunOptions
@@ -38,7 +38,7 @@ _NAMES = {
     "token_ids": "generated_tokens",
     "finish_reason": "finish_reason",
     "error": "error",
-    **{name: name for name in (REASONING, CALLS, GENERATIONS)},
+    **{name: name for name in MADE_COLUMNS},
 }
 """The columns of results, and what they are called here."""
 

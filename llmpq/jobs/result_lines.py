@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +41,9 @@ from llmpq.rows.results import (
     CALLS,
     FINGERPRINT,
     GENERATIONS,
+    LOGPROBS,
     PREFIX,
+    PROMPT_LOGPROBS,
     REASONING,
     RESULT_FIELDS,
     Result,
@@ -121,10 +123,12 @@ def openai_line(result: Result, fingerprint: str, model_name: str, is_chat: bool
     response = error = None
     columns = dict(result.columns)
     first = {name: getattr(result, name) for name in ("text", "token_ids", "finish_reason")}
-    first |= {name: columns.pop(name, None) for name in (REASONING, CALLS)}
+    first |= {name: columns.pop(name, None) for name in (REASONING, CALLS, LOGPROBS)}
+    of_prompt = columns.pop(PROMPT_LOGPROBS, None)
     answers = columns.pop(GENERATIONS, None) or [first]
     if result.error is None:
         head = Head(name, int(time.time()), model_name)
+        answers = [{**each, PROMPT_LOGPROBS: of_prompt} for each in answers]
         body = _body(answers, result.prompt_tokens or 0, head, is_chat)
         response = line_response(HTTPStatus.OK, body, name)
     else:
@@ -150,15 +154,17 @@ def _body(
     choices = [_choice(form, *each) for each in enumerate(answers)]
     content = head.content(form.whole_kind, choices)
     usage = usage_content(prompt_tokens, sum(len(answer["token_ids"]) for answer in answers))
-    return {**content, "id": f"{form.prefix}-{head.id}", "usage": usage}
+    of_prompt = form.of_prompt(answers[0][PROMPT_LOGPROBS])
+    return {**content, **of_prompt, "id": f"{form.prefix}-{head.id}", "usage": usage}
 
 
 def _choice(form: Form, index: int, answer: Mapping[str, Any]) -> Json:
     text, token_ids, reason = (answer[name] for name in ("text", "token_ids", "finish_reason"))
     calls, reasoning = _calls(answer.get(CALLS)), answer.get(REASONING)
     piece = TextPiece(index, text or "", 0, finish_reason=reason, reasoning=reasoning, calls=calls)
+    piece = replace(piece, prompt_logprobs=answer[PROMPT_LOGPROBS])
     told = {} if text is not None else {"token_ids": list(token_ids)}  # there is no tokenizer
-    return {**form.whole(piece), **told}
+    return {**form.whole(piece), LOGPROBS: answer.get(LOGPROBS), **told}
 
 
 def is_openai_line(row: Mapping[str, Any]) -> bool:

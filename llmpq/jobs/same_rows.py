@@ -10,7 +10,14 @@ from typing import Any
 
 from llmpq.jobs.file_format import json_value
 from llmpq.jobs.result_lines import is_openai_line, result_identity
-from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
+from llmpq.rows.results import (
+    GENERATIONS,
+    LOGPROBS,
+    MADE_COLUMNS,
+    PROMPT_LOGPROBS,
+    REASONING,
+    Result,
+)
 from llmpq.rows.row import Row
 from llmpq.rows.sampling import merge_sampling
 
@@ -122,7 +129,6 @@ class SharedResults:
         self._database.close()
 
 
-_MADE = (REASONING, CALLS, GENERATIONS)
 _KEPT = ("custom_id", "text", "token_ids", "finish_reason", "error", "prompt_tokens")
 
 
@@ -139,16 +145,20 @@ def _as_row(line: Mapping[str, Any]) -> Mapping[str, Any]:
         "text": None if token_ids is not None else message.get("content", choice.get("text")),
         "token_ids": token_ids or [0] * (usage["completion_tokens"] // answers),
         "finish_reason": choice["finish_reason"],
-        **{name: message[name] for name in _MADE if name in message},
+        **{name: message[name] for name in MADE_COLUMNS if name in message},
+        **({LOGPROBS: choice[LOGPROBS]} if choice.get(LOGPROBS) else {}),
     }
     several = {GENERATIONS: [{"index": index, **row} for index in range(answers)]}
-    return {**row, **(several if others else {}), "prompt_tokens": usage["prompt_tokens"]}
+    found = body.get(PROMPT_LOGPROBS) or choice.get(PROMPT_LOGPROBS)
+    of_prompt = {} if found is None else {PROMPT_LOGPROBS: found}
+    row |= {**(several if others else {}), **of_prompt}
+    return {**row, "prompt_tokens": usage["prompt_tokens"]}
 
 
 def _made(columns: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that an answer has brought; lists are JSON text in a row of CSV."""
-    made = {name: columns[name] for name in _MADE if name in columns}
-    for name in (CALLS, GENERATIONS):
-        if isinstance(made.get(name), str):
+    made = {name: columns[name] for name in MADE_COLUMNS if name in columns}
+    for name in MADE_COLUMNS:
+        if name != REASONING and isinstance(made.get(name), str):
             made[name] = json_value(made[name])
     return made

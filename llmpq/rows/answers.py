@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.rows.results import CALLS, REASONING
+from llmpq.rows.results import CALLS, PROMPT_LOGPROBS, REASONING
 from quant.common.text import INCOMPLETE
 
 Json = Mapping[str, object]
@@ -17,11 +17,13 @@ BAD_LINE = "invalid_line"
 
 @dataclass(frozen=True)
 class TokenText:
-    """A token with its log-probability and others', best first; `offset`: characters before it."""
+    """A token with its log-probability and others', best first; `offset`: characters before it.
+    Nothing is known of the first one of a prompt.
+    """
 
     text: str
     offset: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[str, float], ...]
 
 
@@ -48,6 +50,7 @@ class TextPiece:
     `new_tokens`: tokens generated since the piece before, end tokens included. `tokens`: those that
     the text is of, where log-probabilities are wanted. `shared_tokens`: in a piece of each choice,
     how many tokens of the prompt were not computed for it. `calls` stand behind the text.
+    `prompt_logprobs`, in the first piece where they are asked for: those of the prompt.
     """
 
     index: int
@@ -58,6 +61,7 @@ class TextPiece:
     reasoning: str | None = None
     shared_tokens: int = 0
     calls: tuple[ToolCall, ...] = ()
+    prompt_logprobs: Sequence[Json | None] | None = None
 
 
 def joined(parts: Sequence[TextPiece]) -> TextPiece:
@@ -67,6 +71,7 @@ def joined(parts: Sequence[TextPiece]) -> TextPiece:
         new_tokens=sum(piece.new_tokens for piece in parts),
         tokens=tuple(token for piece in parts for token in piece.tokens),
         shared_tokens=sum(piece.shared_tokens for piece in parts),
+        prompt_logprobs=parts[0].prompt_logprobs,
     )
 
 
@@ -105,7 +110,13 @@ class CompletionForm:
         self._has_logprobs = has_logprobs
 
     def whole(self, answer: TextPiece) -> Json:
-        return self._choice(answer.index, answer.text, answer.tokens, answer.finish_reason)
+        choice = self._choice(answer.index, answer.text, answer.tokens, answer.finish_reason)
+        found = answer.prompt_logprobs
+        return choice if found is None else {**choice, PROMPT_LOGPROBS: found}
+
+    def of_prompt(self, found: Sequence[Json | None] | None) -> dict[str, object]:
+        """What a whole answer has of its prompt beside the choices, each of which has its own."""
+        return {}
 
     def opening(self, index: int) -> None:
         return None  # no chunk
@@ -121,20 +132,26 @@ class CompletionForm:
     ) -> Json:
         logprobs = None
         if self._has_logprobs and tokens is not None:
-            logprobs = {
-                "text_offset": [token.offset for token in tokens],
-                "token_logprobs": [token.logprob for token in tokens],
-                "tokens": [token.text for token in tokens],
-                "top_logprobs": [_by_text(token) for token in tokens],
-            }
+            logprobs = self.logprobs(tokens)
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
+    @staticmethod
+    def logprobs(tokens: Sequence[TokenText]) -> Json:
+        return {
+            "text_offset": [token.offset for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "tokens": [token.text for token in tokens],
+            "top_logprobs": [_by_text(token) for token in tokens],
+        }
 
-def _by_text(token: TokenText) -> Json:
+
+def _by_text(token: TokenText) -> Json | None:
     """Log-probabilities of the most probable tokens and, if it is none of them, of the chosen one.
 
     Of tokens with the same text, such as parts of characters, the most probable one counts.
     """
+    if token.logprob is None:
+        return None
     found: dict[str, object] = {}
     for text, logprob in (*token.top, (token.text, token.logprob)):
         found.setdefault(text, logprob)
@@ -160,6 +177,10 @@ class ChatForm:
             "finish_reason": answer.finish_reason,
         }
 
+    def of_prompt(self, found: Sequence[Json | None] | None) -> dict[str, object]:
+        """What a whole answer has of its prompt beside the choices."""
+        return {} if found is None else {PROMPT_LOGPROBS: found}
+
     def opening(self, index: int) -> Json:
         return self._delta(index, {"role": "assistant", "content": ""})
 
@@ -180,8 +201,10 @@ class ChatForm:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> Json | None:
-        if not self._has_logprobs:
-            return None
+        return self.logprobs(tokens) if self._has_logprobs else None
+
+    @staticmethod
+    def logprobs(tokens: Sequence[TokenText]) -> Json:
         content = [
             {
                 **_with_bytes(token.text, token.logprob),
@@ -196,7 +219,7 @@ def _reasoning(piece: TextPiece) -> dict[str, object]:
     return {} if piece.reasoning is None else {REASONING: piece.reasoning}
 
 
-def _with_bytes(text: str, logprob: float) -> dict[str, object]:
+def _with_bytes(text: str, logprob: float | None) -> dict[str, object]:
     """A token; its bytes are not known where they are no whole characters."""
     known = None if INCOMPLETE in text else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": known}

@@ -51,6 +51,9 @@ ANSWERS = "n"
 MOST_ANSWERS = 128
 """The largest `n`, as in OpenAI's interface."""
 
+LOGPROB_FIELDS = ("logprobs", "top_logprobs", "prompt_logprobs")
+"""Of which tokens log-probabilities are told, and of how many others beside each."""
+
 OBJECTS = ("sampling", "sampling_params", "generation_config", "generation_kwargs", "extra_body",
            "parameters", "options")  # fmt: skip
 """Objects that hold fields: ours, and those of vLLM, transformers, OpenAI's client, TGI, Ollama."""
@@ -131,9 +134,8 @@ _NOT_FOLLOWED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "give response_format or structured_outputs, or leave it out": {
         "guided_whitespace_pattern": (), "structural_tag": (),
     },
-    "log-probabilities are not given: leave it out, or ask llmpq serve": {
-        "decoder_input_details": (False,), "logprobs": (False,), "n_probs": (0,),
-        "prompt_logprobs": (), "return_logprob": (False,), "top_logprobs": (0,),
+    "give logprobs, or prompt_logprobs": {
+        "decoder_input_details": (False,), "n_probs": (0,), "return_logprob": (False,),
         "top_n_tokens": (0,),
     },
     "results have token_ids and finish_reason: leave it out": {"details": (False,)},
@@ -141,7 +143,7 @@ _NOT_FOLLOWED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "the text ends before a stop string: leave it out": {
         "include_stop_str_in_output": (False,), "no_stop_trim": (False,),
     },
-    "the answer does not repeat the prompt: leave it out": {
+    "the answer does not repeat the prompt: leave it out, or give prompt_logprobs": {
         "echo": (False,), "return_full_text": (False,),
     },
     "text is only continued: leave it out": {"suffix": ("",)},
@@ -176,19 +178,22 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "documents": ([],),
     **dict.fromkeys(("format", "grammar"), ("",)),
+    "logprobs": (False,),
     "n_predict": (-1,),
     "num_predict": (-1, -2),
     "parallel_tool_calls": (True,),
     "tools": ([],),
+    "top_logprobs": (0,),
 }
 """Values of fields that are followed at which they ask for nothing."""
 
 _EMPTY: tuple[Any, ...] = (False, "", [], {})
 """Values at which fields that have no others ask for nothing."""
 
-_FOLLOWED = frozenset(
-    (*SAMPLING_FIELDS, *SPELLINGS, *PROMPT_OPTIONS, *CALL_OPTIONS, DRAWN, TEMPLATE_SWITCH, ANSWERS)
-)
+_FOLLOWED = frozenset((
+    *SAMPLING_FIELDS, *SPELLINGS, *PROMPT_OPTIONS, *CALL_OPTIONS, *LOGPROB_FIELDS, DRAWN,
+    TEMPLATE_SWITCH, ANSWERS,
+))  # fmt: skip
 
 
 def unfollowed(name: str, value: Any) -> str | None:

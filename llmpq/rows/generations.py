@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from actors.messages import Request
-from llmpq.rows.results import Result
+from llmpq.rows.results import PROMPT_LOGPROBS, Result
 from llmpq.rows.row import Row
 
 
@@ -25,10 +25,13 @@ class Wanted(NamedTuple):
         return cls(row.answers, "" if "seed" in row.sampling else f"{row.custom_id}-")
 
     def requests(self, request: Request) -> Iterator[Request]:
-        """The requests that are computed; greedy ones would be all the same, so there is one."""
+        """The requests that are computed; greedy ones would be all the same, so there is one. The
+        first alone tells of the prompt, which all have.
+        """
         count = 1 if request.sampling.temperature == 0 else self.answers
         for number in range(count):
             yield replace(request, draw_id=f"{self.drawn_by}{number}")
+            request = replace(request, prompt_logprobs=None)
 
     def failure(self, answers: Sequence[Result]) -> Result | None:
         """The first of the `answers` that failed, with an error that says which one it is."""
@@ -47,7 +50,7 @@ class Wanted(NamedTuple):
                 "text": answer.text,
                 "token_ids": list(answer.token_ids),
                 "finish_reason": answer.finish_reason,
-                **answer.columns,
+                **{name: v for name, v in answer.columns.items() if name != PROMPT_LOGPROBS},
             }
             for index, answer in enumerate([*answers] * copies)
         ]

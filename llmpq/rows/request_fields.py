@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
 
+from actors.logprobs import MOST_TOP_LOGPROBS
 from llmpq.rows.fields import (
     ANSWERS,
     CALL_OPTIONS,
+    LOGPROB_FIELDS,
     MOST_ANSWERS,
     OBJECTS,
     PROMPT_OPTIONS,
@@ -86,6 +88,30 @@ def answers_wanted(found: dict[str, Given]) -> int:
     wanted = whole_number(given.value)
     if type(wanted) is not int or not 1 <= wanted <= MOST_ANSWERS:
         why = f"is {given.value!r:.80}; it must be a whole number from 1 to {MOST_ANSWERS}"
+        raise FieldError(given.name, why)
+    return wanted
+
+
+def logprobs_wanted(found: dict[str, Given]) -> tuple[int | None, int | None]:
+    """How many tokens are told beside each of an answer, and of its prompt, with their
+    log-probabilities, taken out of the fields that were `found`; None: none, and not its own.
+
+    `logprobs` is true, beside `top_logprobs`, as in OpenAI's chats, or that number, as elsewhere.
+    """
+    own, top, prompt = (found.pop(name, None) for name in LOGPROB_FIELDS)
+    is_switch = own is not None and own.value is True
+    if top is not None and not is_switch:
+        raise FieldError(top.name, "has no effect unless logprobs is true; give it too")
+    if is_switch:
+        own = top or Given("top_logprobs", 0)
+    wanted, of_prompt = (None if each is None else _beside(each) for each in (own, prompt))
+    return wanted, of_prompt
+
+
+def _beside(given: Given) -> int:
+    wanted = whole_number(given.value)
+    if type(wanted) is not int or not 0 <= wanted <= MOST_TOP_LOGPROBS:
+        why = f"is {given.value!r:.80}; it must be a whole number from 0 to {MOST_TOP_LOGPROBS}"
         raise FieldError(given.name, why)
     return wanted
 

@@ -23,8 +23,9 @@ class Result:
     `text` is None where the model has no tokenizer. `columns`: what the row carried beside the
     fields that are read, under names that no field here has; before it, of a chat with a model that
     reasons, the `reasoning_content` of its answer, and of one with tools its `tool_calls`, which
-    `text` is without; of a row with several answers all `generations`, of which the other fields
-    have the first. `prompt_tokens`: those of its prompt, None of a row that could not run.
+    `text` is without; `logprobs` and `prompt_logprobs` of a row that asks for them; of a row with
+    several answers all `generations`, of which the other fields have the first. `prompt_tokens`:
+    those of its prompt, None of a row that could not run.
     """
 
     custom_id: str
@@ -68,6 +69,12 @@ CALLS = "tool_calls"
 GENERATIONS = "generations"
 """Name of the column of all answers of a row that has several (`n`), null where one failed."""
 
+LOGPROBS = "logprobs"
+"""Name of the column of the log-probabilities of an answer's tokens, in OpenAI's form."""
+
+PROMPT_LOGPROBS = "prompt_logprobs"
+"""Name of the column of those of the prompt's tokens, in vLLM's form."""
+
 FINGERPRINT = "fingerprint"
 """Name of the field that a row of an output has beside them."""
 
@@ -76,7 +83,10 @@ def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
-_TAKEN = frozenset((*RESULT_FIELDS, REASONING, CALLS, GENERATIONS, FINGERPRINT))
+MADE_COLUMNS = (REASONING, CALLS, LOGPROBS, PROMPT_LOGPROBS, GENERATIONS)
+"""Columns that an answer brings, where its row asks for them."""
+
+_TAKEN = frozenset((*RESULT_FIELDS, *MADE_COLUMNS, FINGERPRINT))
 """Names that a row of results has itself."""
 
 PREFIX = "input_"

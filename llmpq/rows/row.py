@@ -20,6 +20,7 @@ from llmpq.rows.fields import (
 from llmpq.rows.request_fields import (
     answers_wanted,
     fields_by_name,
+    logprobs_wanted,
     plain_message,
     prompt_options,
     template_message,
@@ -58,7 +59,8 @@ class Row:
     `prompt_options`: how text or messages become tokens, where the row says so: arguments of the
     chat template and of the tokenizer. `columns`: what the row carries beside, which comes out with
     its result. `adapter`: the name of the one that answers it with the model. `answers`: how many
-    it has, in one result.
+    it has, in one result. `logprobs`: how many tokens are told beside each of an answer with their
+    log-probabilities, `prompt_logprobs` of its prompt (None: none, and not its own).
     """
 
     custom_id: str
@@ -70,13 +72,15 @@ class Row:
     columns: Mapping[str, Any] = field(default_factory=dict)
     adapter: str | None = None
     answers: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def content(self) -> Mapping[str, Any]:
         """The prompt and the row's own options, without its id.
 
-        Options of the prompt and several answers count only where there are some, so that jobs of
-        older versions can be resumed.
+        Options of the prompt, several answers and log-probabilities count only where there are
+        some, so that jobs of older versions can be resumed.
         """
         given = {
             "text": self.text,
@@ -85,6 +89,8 @@ class Row:
             "prompt_options": self.prompt_options or None,
             ADAPTER: self.adapter,
             ANSWERS: self.answers if self.answers > 1 else None,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.prompt_logprobs,
         }
         return {name: value for name, value in given.items() if value is not None} | {
             "sampling": self.sampling
@@ -224,9 +230,9 @@ def _parse(fields: dict[str, Any], custom_id: str, columns: Mapping[str, Any]) -
     value, is_chat = prompts[given[0]], given[0] == "messages"
     adapter = _adapter(plain_value(fields.pop(ADAPTER, None)))
     found = fields_by_name(fields)
-    answers = answers_wanted(found)
+    answers, logprobs = answers_wanted(found), logprobs_wanted(found)
     options, sampling = prompt_options(found, is_chat), sampling_overrides(found)
-    row = Row(custom_id, None, None, None, sampling, options, columns, adapter, answers)
+    row = Row(custom_id, None, None, None, sampling, options, columns, adapter, answers, *logprobs)
     if is_chat:
         sampling = forced_sampling(sampling, options)
         return replace(row, messages=_messages(value), sampling=sampling)

@@ -17,12 +17,21 @@ from pydantic import TypeAdapter
 from actors.messages import Finished, Request
 from actors.stage.grammar import leaves_room
 from llmpq.rows.generations import Wanted
-from llmpq.rows.results import CALLS, GENERATIONS, REASONING, Result
+from llmpq.rows.results import (
+    CALLS,
+    GENERATIONS,
+    LOGPROBS,
+    PROMPT_LOGPROBS,
+    REASONING,
+    Result,
+    RowError,
+)
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.drift import LengthRecord
 from llmpq.run.meter import RunMeter
 from llmpq.tokenizing.reasoning import divided
 from llmpq.tokenizing.requests import RequestMaker, not_finite
+from llmpq.tokenizing.row_logprobs import TokenTexts, logprob_columns
 from llmpq.tokenizing.tokenizer_process import Tokenized
 from llmpq.tokenizing.tool_calls import CallReading, calls_apart, calls_reason
 from quant.common.errors import InputError
@@ -60,6 +69,7 @@ class RowsInFlight:
 
     def __init__(self, maker: RequestMaker, meter: RunMeter) -> None:
         self._maker, self._meter = maker, meter
+        self._token_texts = TokenTexts(maker.tokenizer)
         self.record = LengthRecord()
         self.long = WaitingRequests()
         self._begun: dict[str, Begun] = {}
@@ -72,12 +82,17 @@ class RowsInFlight:
     def taken_in(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
         """The `rows`, whose own columns are kept for their results; that of the reasoning, which is
         to come, beside those of a chat with a model that reasons, and that of calls, with how they
-        are read, beside those of one with tools, and that of several answers, with how many.
+        are read, beside those of one with tools, those of log-probabilities, of an answer's with
+        whether it is a chat's, and that of several answers, with how many.
         """
         for row in rows:
             columns = row.columns
             if isinstance(row, Row) and row.messages is not None:
                 columns = {**self._columns_to_come(row), **columns}
+            if isinstance(row, Row) and row.prompt_logprobs is not None:
+                columns = {PROMPT_LOGPROBS: None, **columns}
+            if isinstance(row, Row) and row.logprobs is not None:
+                columns = {LOGPROBS: row.messages is not None, **columns}
             if isinstance(row, Row) and row.answers > 1:
                 columns = {GENERATIONS: Wanted.by(row), **columns}
             if columns:
@@ -174,11 +189,19 @@ class RowsInFlight:
             error = finished.error or not_finite(request, NOT_FINITE)
         if error is None and text.error is not None:
             error = f"its tokens cannot be turned into text: {text.of}: {text.error}"
+        logprobs: dict[str, Any] = {}
+        try:
+            if error is None and request.wants_logprobs:
+                is_chat = bool(self.columns_held[own.custom_id].get(LOGPROBS))
+                logprobs = logprob_columns(self._token_texts, request, finished, is_chat)
+        except RowError as problem:
+            error = str(problem)
         if error is not None:
             return replace(result, error=error)
         self.record.end(request, len(token_ids))
         answer, columns = self._divided(text.text, own)
         reason = calls_reason(finished.finish_reason, bool(columns.get(CALLS)))
+        columns = {**columns, **logprobs}
         return replace(result, text=answer, finish_reason=reason, columns=columns)
 
     def _ended_row(self, request: Request, answers: Sequence[Result]) -> Result:
@@ -214,7 +237,7 @@ class RowsInFlight:
 
     def _failed(self, custom_id: str, error: str, token_ids: tuple[int, ...] = ()) -> Result:
         columns = dict(self.columns_held.pop(custom_id, {}))
-        columns |= {name: None for name in (GENERATIONS, CALLS) if name in columns}
+        columns |= {name: None for name in (GENERATIONS, CALLS, LOGPROBS) if name in columns}
         result = Result(custom_id, None, token_ids, None, error, columns)
         self.ended += 1
         self.errors += 1

@@ -1,4 +1,6 @@
-"""Errors in OpenAI's form, and who is let in when: by key, queue, and the end of the server."""
+"""Errors in OpenAI's form, who is let in when: by key, queue, and the end of the server, and bodies
+within their limits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from uuid import uuid4
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmpq.serve.engine import Engine, EngineStatus
@@ -277,3 +279,44 @@ def check_origin(origin: str | None) -> None:
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+
+
+async def read_body(request: Request, most_bytes: int, within_s: float) -> bytes:
+    """The body of a request, read only as far as it is within the limits.
+
+    415 for what is no JSON by its headers, which no web page of another site can send unasked; 413
+    and 408 beyond the limits.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"Content-Type is {kind or 'missing'!r:.80}; send application/json",
+        )
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        raise ApiError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"Content-Encoding is {coding!r:.80}; send the body as it is",
+        )
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > most_bytes:
+        raise _too_large(most_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(within_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > most_bytes:
+                    raise _too_large(most_bytes)
+    except TimeoutError as error:
+        raise ApiError(
+            HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {within_s:g} s to arrive"
+        ) from error
+    return bytes(body)
+
+
+def _too_large(most_bytes: int) -> ApiError:
+    return ApiError(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {most_bytes} bytes"
+    )

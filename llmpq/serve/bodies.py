@@ -5,15 +5,12 @@ Fields that are not served, and other names of those that are, stand in `llmpq/r
 
 from __future__ import annotations
 
-import asyncio
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -109,6 +106,7 @@ class Body(BaseModel):
     min_tokens: Annotated[Whole, Field(ge=0)] | None = None
     stop_token_ids: list[Whole] | None = None
     add_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     structured_outputs: Any = None  # `Given`, under whichever name
 
     @property
@@ -159,7 +157,9 @@ class Body(BaseModel):
 
 class CompletionBody(Body):
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+    max_tokens: Annotated[Whole, Field(ge=0)] | None = None
     best_of: Whole | None = None
+    echo: bool | None = None
     logprobs: Annotated[Whole, Field(ge=0, le=MOST_ALTERNATIVES_OF_TEXT)] | None = None
 
     @property
@@ -218,47 +218,6 @@ _WORDS = {
 """Words for pydantic's kinds of errors; others are told in its own."""
 
 
-async def read_body(request: Request, most_bytes: int, within_s: float) -> bytes:
-    """The body of a request, read only as far as it is within the limits.
-
-    415 for what is no JSON by its headers, which no web page of another site can send unasked; 413
-    and 408 beyond the limits.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            f"Content-Type is {kind or 'missing'!r:.80}; send application/json",
-        )
-    coding = request.headers.get("content-encoding", "identity")
-    if coding.lower() != "identity":
-        raise ApiError(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            f"Content-Encoding is {coding!r:.80}; send the body as it is",
-        )
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > most_bytes:
-        raise _too_large(most_bytes)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(within_s):
-            async for part in request.stream():
-                body += part
-                if len(body) > most_bytes:
-                    raise _too_large(most_bytes)
-    except TimeoutError as error:
-        raise ApiError(
-            HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {within_s:g} s to arrive"
-        ) from error
-    return bytes(body)
-
-
-def _too_large(most_bytes: int) -> ApiError:
-    return ApiError(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {most_bytes} bytes"
-    )
-
-
 def parse_json(body: bytes, what: str = "the body") -> Mapping[str, object]:
     """The JSON object of a body; 400 for anything else, which is called `what`."""
     try:
@@ -315,8 +274,14 @@ def _fields(model: type[BodyT], content: Mapping[str, object]) -> BodyT:
         _ = body.prompt_options
     except FieldError as error:
         raise bad_request(str(error), error.name) from error
+    if body.max_tokens == 0 and not (isinstance(body, CompletionBody) and body.echo):
+        name = names.get(_LIMIT, _LIMIT)
+        raise bad_request(f"{name} is 0; it must be at least 1, unless echo is true", name)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options has no effect unless stream is true", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        why = "prompt_logprobs come with whole answers alone: leave stream out"
+        raise bad_request(why, "prompt_logprobs")
     return body
 
 

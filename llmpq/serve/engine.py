@@ -6,15 +6,15 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from actors.logprobs import TokenLogprobs
 from actors.messages import Request
 from actors.sampling_options import Sampling
 from llmpq.rows.row import Row
+from llmpq.tokenizing.answer_text import FinishReason as FinishReason
+from llmpq.tokenizing.answer_text import TokenEvent as TokenEvent
 from llmpq.tokenizing.reasoning import Markers
 from llmpq.tokenizing.tool_calls import CallReading
 
 EngineStatus = Literal["loading", "ready", "draining", "failed"]
-FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,6 @@ class QueueState:
     slots: int
     kv_tokens_used: int
     kv_tokens: int
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """A new token, in order; `stop`: it is an end token, or completes a stop string.
-    `shared_tokens`, of the first one: how many of the prompt's were not computed for it.
-    """
-
-    token_id: int
-    finish_reason: FinishReason | None = None
-    logprobs: TokenLogprobs | None = None
-    shared_tokens: int = 0
 
 
 class PromptError(Exception):

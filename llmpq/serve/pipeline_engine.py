@@ -254,5 +254,6 @@ def _events(progress: Progress | None, request: Request) -> Sequence[TokenEvent]
     ends = (*(None for _ in progress.token_ids[1:]), reason)
     logprobs = progress.logprobs or [None] * len(progress.token_ids)
     shared = (progress.shared_tokens, *(0 for _ in progress.token_ids[1:]))[: len(logprobs)]
-    told = zip(progress.token_ids, ends, logprobs, shared, strict=True)
+    prompt = (progress.prompt_logprobs, *(None for _ in progress.token_ids[1:]))[: len(logprobs)]
+    told = zip(progress.token_ids, ends, logprobs, shared, prompt, strict=True)
     return [TokenEvent(*each) for each in told]

@@ -15,6 +15,7 @@ from llmpq.rows.sampling import merge_sampling
 from llmpq.rows.tools import CHOICE, TOOLS, forced_sampling
 from llmpq.serve.access import ApiError, bad_request
 from llmpq.serve.bodies import ChatBody, CompletionBody
+from llmpq.serve.choices import NOTHING_TOLD, PromptTold
 from llmpq.serve.engine import Engine, EngineLimits, FormError, PromptError, PromptTooLongError
 from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, Markers, ReasoningStream, divided
 from llmpq.tokenizing.requests import beyond_vocabulary
@@ -37,10 +38,12 @@ class Asked:
 
     `prompt_tokens` counts each prompt once, however many answers it gets. `prompt_end` is the last
     text of a chat's prompt for a model that reasons between `markers`, None of any other and of an
-    answer that must call a tool. `calls`: how calls of tools are read, if any.
+    answer that must call a tool. `calls`: how calls of tools are read, if any. `told` is what each
+    choice tells of its prompt.
     """
 
     generations: tuple[Request, ...]
+    told: tuple[PromptTold, ...]
     prompt_tokens: int
     markers: Markers | None = None
     prompt_end: str = ""
@@ -102,6 +105,7 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
         await _kept_form(field, form, None, engine)
     where = "prompt" if isinstance(body, CompletionBody) else "messages"
     generations: list[Request] = []
+    all_told: list[PromptTold] = []
     prompt_tokens = 0
     for row in _rows(body, where):
         ids = await _encoded(row, engine, where)
@@ -116,23 +120,38 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
         if form and markers is not None:
             kept = await _kept_form(field, form, markers.begun_by(end), engine)
             sampling = replace(sampling, structured_outputs=kept)
-        for _ in range(body.answers):
+        told = await _told(body, row, ids, engine)
+        for copy in range(body.answers):
+            if copy and isinstance(body, ChatBody):
+                told = NOTHING_TOLD  # as it stands beside the choices
             number = len(generations)
+            all_told.append(told)
             made = f"{name}-{number}"
             drawn = made if body.seed is None else str(number)
             generations.append(
                 Request(
                     made,
                     ids,
-                    most,
+                    max(1, most),
                     sampling,
                     draw_id=drawn,
                     top_logprobs=body.alternatives,
                     adapter=body.model if body.model in engine.adapters else "",
+                    prompt_logprobs=told.most_logprobs,
                 )
             )
     calls = engine.call_reading(options) if isinstance(body, ChatBody) else None
-    return Asked(tuple(generations), prompt_tokens, markers, end, calls)
+    return Asked(tuple(generations), tuple(all_told), prompt_tokens, markers, end, calls)
+
+
+async def _told(
+    body: CompletionBody | ChatBody, row: Row, ids: tuple[int, ...], engine: Engine
+) -> PromptTold:
+    """What is told of the prompt of `row`, which has these `ids`."""
+    if isinstance(body, ChatBody) or not body.echo:
+        return PromptTold(logprobs=body.prompt_logprobs)
+    text = await engine.decode(ids) if row.text is None else row.text
+    return PromptTold(text, body.logprobs, body.prompt_logprobs, body.max_tokens == 0)
 
 
 async def _reasoning(

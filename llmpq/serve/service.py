@@ -16,8 +16,8 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from llmpq.rows.answers import Head, Json, TextPiece, joined, usage_content
-from llmpq.serve.access import CLIENT_GONE, ApiError, Gate, tasks
-from llmpq.serve.bodies import BodyT, ChatBody, CompletionBody, parse_json, read_body
+from llmpq.serve.access import CLIENT_GONE, ApiError, Gate, read_body, tasks
+from llmpq.serve.bodies import BodyT, ChatBody, CompletionBody, parse_json
 from llmpq.serve.choices import pieces
 from llmpq.serve.engine import Engine
 from llmpq.serve.metrics import ServeMetrics
@@ -179,10 +179,11 @@ class Job:
         """The JSON object of the answer in one piece."""
         wanted, answers = await self.answers()
         choices = [self._form.whole(wanted.whole(answer)) for answer in answers]
+        of_prompt = self._form.of_prompt(answers[0].prompt_logprobs)
         new_tokens = sum(answer.new_tokens for answer in answers)
         shared_tokens = sum(answer.shared_tokens for answer in answers)
         content = self.head.content(self._form.whole_kind, choices)
-        return content | {"usage": self._usage(wanted, new_tokens, shared_tokens)}
+        return content | of_prompt | {"usage": self._usage(wanted, new_tokens, shared_tokens)}
 
     async def answers(self) -> tuple[Asked, list[TextPiece]]:
         """What was asked for, and the whole answers, not divided."""
@@ -259,6 +260,7 @@ class Job:
         return pieces(
             self._engine,
             wanted.generations,
+            wanted.told,
             service.gate.given_up,
             lambda: service.metrics.timer(self._arrived_s),
         )

@@ -36,12 +36,10 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 
 
 class _Begun(NamedTuple):
-    """A row whose token ids are on their way."""
+    """A request without its token ids, which are on their way."""
 
-    custom_id: str
-    sampling: Sampling
+    request: Request
     task: int
-    adapter: str
     may_reason: bool
 
 
@@ -83,12 +81,19 @@ class RequestMaker:
         sampling = merge_sampling(self.sampling, row.sampling)
         try:
             self._check_sampling(sampling, TOOLS if CHOICE in row.prompt_options else FORM)
-            adapter = self._adapter(row)
+            request = Request(
+                row.custom_id,
+                (),
+                sampling.max_new_tokens or self.workload.new_tokens,
+                sampling,
+                top_logprobs=row.logprobs,
+                adapter=self._adapter(row),
+                prompt_logprobs=row.prompt_logprobs,
+            )
             if row.token_ids is None:
                 may_reason = row.messages is not None and CHOICE not in row.prompt_options
-                task = self._submitted(row)
-                return _Begun(row.custom_id, sampling, task, adapter, may_reason)
-            return self._made(row.custom_id, sampling, row.token_ids, adapter)
+                return _Begun(request, self._submitted(row), may_reason)
+            return self._made(request, row.token_ids)
         except RowError as error:
             return BadRow(row.custom_id, str(error))
 
@@ -173,17 +178,16 @@ class RequestMaker:
                 raise self._too_long(answer.characters, self.tokenizer.most_characters or 0)
             if answer.tokens is not None:
                 raise self._too_many(answer.tokens)
-            ids, sampling = answer.ids or (), begun.sampling
+            ids, request = answer.ids or (), begun.request
             if begun.may_reason:
-                sampling = self._behind_reasoning(sampling, ids)
-            return self._made(begun.custom_id, sampling, ids, begun.adapter)
+                sampling = self._behind_reasoning(request.sampling, ids)
+                request = replace(request, sampling=sampling)
+            return self._made(request, ids)
         except RowError as error:
-            return BadRow(begun.custom_id, str(error))
+            return BadRow(begun.request.custom_id, str(error))
 
-    def _made(
-        self, custom_id: str, sampling: Sampling, prompt_ids: tuple[int, ...], adapter: str
-    ) -> Request:
-        wanted = sampling.max_new_tokens or self.workload.new_tokens
+    def _made(self, request: Request, prompt_ids: tuple[int, ...]) -> Request:
+        wanted = request.max_new_tokens
         if not prompt_ids:
             raise RowError("the prompt has no tokens")
         if len(prompt_ids) > self._longest_prompt:
@@ -199,7 +203,7 @@ class RequestMaker:
             raise RowError(
                 f"token id {max(prompt_ids)} is beyond the vocabulary of {self.vocab_size}"
             )
-        return Request(custom_id, prompt_ids, wanted, sampling, adapter=adapter)
+        return replace(request, prompt_ids=prompt_ids)
 
     def _too_many(self, tokens: int) -> RowError:
         return RowError(

@@ -309,7 +309,7 @@ def test_the_first_stage_refuses_answers_to_what_it_has_not_asked() -> None:
         pipeline = GlooPipeline(Echo(), first, Codec(LIMITS))
         asked = pipeline.submit(a_batch(), np.arange(6))
         second.sender(0).send(answer)
-        with pytest.raises(StageLostError, match=r"answered for \d requests, asked were 2"):
+        with pytest.raises(StageLostError, match=r"answered with \d rows, asked were 2"):
             pipeline.result(asked)
 
 

@@ -152,11 +152,40 @@ def test_values_that_ask_for_nothing(url: str, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"logprobs": True}, (0, None)),
+        ({"logprobs": True, "top_logprobs": 3.0}, (3, None)),
+        ({"logprobs": 0, "prompt_logprobs": 20}, (0, 20)),
+        ({"logprobs": None, "extra_body": {"prompt_logprobs": 0}}, (None, 0)),
+        ({"sampling_params": {"logprobs": 4, "prompt_logprobs": None}}, (4, None)),
+    ],
+)
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_log_probabilities_that_are_asked_for(
+    url: str, fields: dict[str, Any], wanted: tuple[int | None, int | None]
+) -> None:
+    """Rows that ask for others are no longer the same."""
+    row, plain = batch_line(url, **fields), batch_line(url)
+    assert isinstance(row, Row)
+    assert isinstance(plain, Row)
+    assert (row.logprobs, row.prompt_logprobs) == wanted
+    assert row.content != plain.content
+    assert "logprobs" not in plain.content
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"logprobs": True}, "logprobs must be false, not True; log-probabilities are not given"),
-        ({"logprobs": 0}, "logprobs must be false, not 0"),
-        ({"top_logprobs": 5}, "top_logprobs must be 0, not 5"),
+        ({"logprobs": -1}, "logprobs is -1; it must be a whole number from 0 to 20"),
+        ({"logprobs": 21}, "logprobs is 21; it must be"),
+        ({"logprobs": "yes"}, "logprobs is 'yes'; it must be"),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs is True; it must be"),
+        ({"top_logprobs": 5}, "top_logprobs has no effect unless logprobs is true"),
+        ({"logprobs": 5, "top_logprobs": 5}, "top_logprobs has no effect unless"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs is -1; it must be a whole number from 0 to 20"),
+        ({"prompt_logprobs": True}, "prompt_logprobs is True; it must be"),
+        ({"prompt_logprobs": [1]}, "prompt_logprobs is [1]; it must be"),
         ({"n": 129}, "n is 129; it must be a whole number from 1 to 128"),
         ({"n": True}, "n is True; it must be"),
         ({"best_of": 3}, "best_of must be 1"),

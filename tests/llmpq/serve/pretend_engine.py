@@ -7,7 +7,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.logprobs import TokenLogprobs
+import numpy as np
+
+from actors.logprobs import LogprobRows, TokenLogprobs
 from actors.messages import Request
 from actors.sampling_options import Sampling
 from llmpq.rows.row import Row
@@ -111,10 +113,26 @@ class PretendEngine:
                 ends = token_id in (END, *request.sampling.stop_token_ids)
                 reason = "stop" if ends else last
                 event = self._event(token_id, reason, request.top_logprobs)
-                yield replace(event, shared_tokens=0 if number else self.shared_tokens)
+                if not number:
+                    event = replace(
+                        event,
+                        shared_tokens=self.shared_tokens,
+                        prompt_logprobs=self._of_prompt(request),
+                    )
+                yield event
                 await asyncio.sleep(0)
         finally:
             self.live.discard(request.custom_id)
+
+    def _of_prompt(self, request: Request) -> LogprobRows | None:
+        """That of the byte at place n is -n, its rank n + 1; the next bytes are more probable."""
+        if request.prompt_logprobs is None or len(request.prompt_ids) == 1:
+            return None
+        places = np.arange(1, len(request.prompt_ids))
+        best = np.arange(1, request.prompt_logprobs + 1)
+        top_ids = (np.array(request.prompt_ids[1:])[:, None] + best) % END
+        top = np.broadcast_to(-best / 10, top_ids.shape).astype(np.float32)
+        return LogprobRows(places, -places.astype(np.float32), places + 1, top_ids, top)
 
     def _event(self, token_id: int, reason: str | None, top_logprobs: int | None) -> TokenEvent:
         if top_logprobs is None:

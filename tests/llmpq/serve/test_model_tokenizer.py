@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from llmpq.errors import SpecError
 from llmpq.rows.row import Row
-from llmpq.serve.choices import Detokenizer
 from llmpq.serve.engine import GenerationError, PromptTooLongError
 from llmpq.serve.model_tokenizer import ModelTokenizer
+from llmpq.tokenizing.answer_text import Detokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits
 from tests.llmpq.small_tokenizers import ids_of, piece_tokenizer, strip_decoder
 from tests.paths import EXAMPLES, ROOT

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.serve.choices import Detokenizer, StopStrings
+from llmpq.tokenizing.answer_text import Detokenizer, StopStrings
 from quant.common.text import MOST_BEFORE, text_after
 from tests.llmpq.small_tokenizers import SPECIAL, ids_of, piece_tokenizer, strip_decoder
 
