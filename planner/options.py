@@ -238,7 +238,7 @@ class PlanOptions:
     tensor_parallel: int | str = option(
         "DEGREE",
         "devices of a node that share every layer of a stage: 1, 2, 4, 8, or auto, which chooses "
-        "for each stage",
+        "for each stage (default: auto under a bound on the latency of requests, else 1)",
         1,
         within=AUTO_OR_DEGREE,
     )
@@ -317,10 +317,14 @@ class PlanOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PlanOptions:
-        """Options by name; SpecError for an unknown name, and one that others make useless."""
+        """Options by name; SpecError for an unknown name, and one that others make useless. Under a
+        bound on the latency of requests groups are tried unless a degree is named.
+        """
         known = [field.name for field in dataclasses.fields(cls)]
         refuse_unknown(options, known, "planning option")
         refuse_ignored(options, PLAN_RULES)
+        if options.get("max_request_latency_s") is not None:
+            options = {"tensor_parallel": AUTO, **options}
         return cls(**options)
 
 

@@ -32,9 +32,9 @@ EQUAL_SPEED = 0.005  # less than a percent that is shown
 
 def job_answers(plan: PlanSpec) -> list[tuple[str, str]]:
     """Return questions with their answers: how long, at which quality, how much slower without
-    quantization, what one more device would bring, what it costs, and what predicted lengths save;
-    of a plan of one batch only what is known beside it. Of a plan under a bound on latency first
-    how it keeps that.
+    quantization, what groups and one more device would bring, what it costs, and what predicted
+    lengths save; of a plan of one batch only what is known beside it. Of a plan under a bound on
+    latency first how it keeps that.
     """
     if plan.latency is not None:
         return [*latency_answers(plan, plan.latency), *_answers(plan, None)]
@@ -46,6 +46,7 @@ def _answers(plan: PlanSpec, job: JobForecast | None) -> list[tuple[str, str]]:
         ("How long?", _how_long(plan, job) if job is not None else ""),
         ("At which quality?", _qualities(plan)),
         ("And in full precision?", _full_precision(plan)),
+        ("In groups of devices?", _grouped(plan)),
         ("With more devices?", _more_devices(plan)),
         ("At which cost?", _cost(plan, job) if job is not None else ""),
         ("What do predicted lengths save?", _prediction(plan, job) if job is not None else ""),
@@ -154,10 +155,26 @@ def beaten(plan: PlanSpec) -> str:
     better, present = plan.beside.beaten_by, plan_choice(plan)
     if better is None or better.tokens_per_s < present.tokens_per_s * (1 + LEAST_GAIN):
         return ""
+    gives = _gives(better, present)
+    return f"{count(better.in_flight)} in flight {gives}: leave out --global_bz"
+
+
+def _grouped(plan: PlanSpec) -> str:
+    found = plan.beside.grouped
+    if found is None:
+        return ""
+    gives = _gives(found, plan_choice(plan))
+    return f"devices of a node that share every layer {gives}: {_IN_GROUPS}"
+
+
+_IN_GROUPS = "--tensor_parallel auto"
+
+
+def _gives(other: PlanChoice, present: PlanChoice) -> str:
     return (
-        f"{count(better.in_flight)} in flight would give {per_second(better.tokens_per_s)} "
-        f"tokens/s (this plan {per_second(present.tokens_per_s)}) at sensitivity "
-        f"{number(better.sensitivity)} ({number(present.sensitivity)}): leave out --global_bz"
+        f"would give {per_second(other.tokens_per_s)} tokens/s (this plan "
+        f"{per_second(present.tokens_per_s)}) at sensitivity {number(other.sensitivity)} "
+        f"({number(present.sensitivity)})"
     )
 
 
@@ -354,6 +371,8 @@ def _choices(plan: PlanSpec) -> Iterator[tuple[str, PlanChoice, str]]:
         yield f"all layers at {bits} bit", full, f"--bits {bits}"
     if beaten(plan) and beside.beaten_by is not None:
         yield "fewer in flight", beside.beaten_by, "--input or --prompts in place of --global_bz"
+    if beside.grouped is not None:
+        yield "in groups of devices", beside.grouped, _IN_GROUPS
     for more, kind in _gaining_devices(plan):
         how = "one more device" if more.count == 1 else "more devices"
         yield f"{more.count} more {kind}", more.plan, how

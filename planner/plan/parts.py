@@ -226,7 +226,8 @@ class MoreDevices:
 class PlansBeside:
     """`quality` is that of `qualities` which was taken (None: theta, a bound or a method decided).
     `full_precision` is the fastest at the most bits allowed, `curve` the best for other numbers in
-    flight, `beaten_by` a plan of fewer prompts that is faster and loses less.
+    flight, `beaten_by` a plan of fewer prompts that is faster and loses less, `grouped` a better
+    one with groups of devices, where none were tried.
     """
 
     quality: Quality | None = None
@@ -235,3 +236,4 @@ class PlansBeside:
     curve: tuple[PlanChoice, ...] = ()
     more_devices: tuple[MoreDevices, ...] = ()
     beaten_by: PlanChoice | None = None
+    grouped: PlanChoice | None = None

@@ -27,11 +27,11 @@ from planner.optimiser.assignment import SolveOptions
 from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.problem import typical_objective_s
 from planner.optimiser.solve import solve_by
-from planner.options import PLAN_TIME, PlanOptions, Quality
+from planner.options import AUTO, PLAN_TIME, PlanOptions, Quality
 from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.plan.parts import MoreDevices, PlanChoice, PlansBeside, Prediction, QualityChoice
 from planner.search.candidate_search import SearchTime, search
-from planner.search.fitting import searched_sizes
+from planner.search.fitting import groupings, searched_sizes
 from planner.search.in_flight import RANKING_PASSES, plan_solver
 from planner.search.pareto import PlanT, PointSolver, ThetaPoint, theta_solver
 from planner.workload import Job, MicroBatches
@@ -233,6 +233,7 @@ def plans_beside(
             for name, point in chosen.qualities.items()
         ),
         full_precision=choice(costs, finest.plan, finest.predicted_s) if finest else None,
+        grouped=_in_groups(about),
     )
     if costs.job is None:
         return replace(beside, beaten_by=_beaten_by(about))
@@ -333,6 +334,23 @@ def _with_one_more(plan: _Plan, kind: Device, known: set[int]) -> PlanChoice:
     costs = replace(plan.costs, cluster=cluster, options=options)
     found = plan_solver(costs, plan.clock, known)(costs.theta, quick=True)
     return choice(costs, found, forecast_solution(costs, found, RANKING_PASSES).seconds)
+
+
+def _in_groups(plan: _Plan) -> PlanChoice | None:
+    """A plan with groups of devices that is better by more than the gap, where none were tried."""
+    costs, options = plan.costs, replace(plan.answer_options(), tensor_parallel=AUTO)
+    costs = replace(costs, options=options)
+    is_asked = plan.costs.options.tensor_parallel == 1 and options.method not in BASELINE_METHODS
+    if not is_asked or plan.time_left.is_over or len(groupings(costs)) == 1:
+        return None
+    solve = plan_solver(costs, plan.clock, {plan.solution.workload.global_batch})
+    try:
+        found = solve(costs.theta, quick=True)
+    except InfeasibleError:
+        return None
+    own = choice(plan.costs, plan.solution, plan.predicted_s)
+    other = choice(costs, found, forecast_solution(costs, found, RANKING_PASSES).seconds)
+    return other if plan.cost_s(other) < (1 - ANSWER_GAP) * plan.cost_s(own) else None
 
 
 def _beaten_by(plan: _Plan) -> PlanChoice | None:

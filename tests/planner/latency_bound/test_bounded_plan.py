@@ -8,10 +8,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 
+from planner.cluster.groups import grouped_cluster
+from planner.cluster.spec import ClusterSpec
 from planner.latency_bound.alternation import PlacingGoal
 from planner.latency_bound.bounded_plan import (
     KindFronts,
@@ -46,9 +49,11 @@ JOB, MANY = 12, 200
 """Prompts of the job, more than which a turn cannot have."""
 
 
-def rates_and_latencies(request: BoundRequest) -> Iterator[tuple[float, float]]:
+def rates_and_latencies(
+    request: BoundRequest, cluster: ClusterSpec = ONE
+) -> Iterator[tuple[float, float]]:
     """Yield those of all schedules on all placements, by timelines."""
-    for placement in every_placement(bounded_costs(ONE, request, THREE_LAYERS, OPTIONS)):
+    for placement in every_placement(bounded_costs(cluster, request, THREE_LAYERS, OPTIONS)):
         placed = RraSpace(placement, job_of(request), request)
         for controls in itertools.product(*placed.ranges):
             found = placed.exact(controls, request.quantile)
@@ -73,6 +78,28 @@ def test_nothing_within_the_bound_is_much_faster(
     assert found is not None
     assert found.latency_s <= bound_s
     assert found.requests_per_s >= 0.95 * best
+
+
+def test_groups_of_equal_devices_are_tried_unless_a_degree_is_named() -> None:
+    """Under a tight bound two T4 are best as one stage, of which all schedules are looked at."""
+    node = {"name": "a", "accelerators": {"T4": 2}, "usable_memory_gib": 2.0}
+    cluster = ClusterSpec.from_dict({"name": "two", "nodes": [node]})
+    group = grouped_cluster(cluster, [tuple(each.name for each in cluster.devices)])
+    request = BoundRequest(LENGTHS, 100.0, kinds=("rra",), prompts=JOB)
+    grouped = list(rates_and_latencies(request, group))
+    bound_s = 3 * min(latency_s for _, latency_s in grouped)
+    request = replace(request, bound_s=bound_s)
+
+    def rate(**given: Any) -> float:
+        options = {"bits": (4, 16), "head": "last", "memory_margin": 0.0, "theta": 0.0} | given
+        chosen = PlanOptions.of({**options, "max_request_latency_s": bound_s})
+        found = find_bounded_plan(cluster, THREE_LAYERS, "three", request, chosen).latency
+        assert found is not None
+        return found.requests_per_s
+
+    best = max(rate for rate, latency_s in grouped if latency_s <= bound_s)
+    assert rate(tensor_parallel=1) < 0.9 * best, "groups must be faster here"
+    assert rate() >= 0.95 * best
 
 
 def test_a_search_without_time_has_a_plan_that_keeps_the_bound(

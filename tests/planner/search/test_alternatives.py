@@ -137,3 +137,31 @@ def test_a_batch_with_room_is_beaten_by_none() -> None:
     for plan in (few_bits, all_bits):
         assert plan.beside is not None
         assert plan.beside.beaten_by is None
+
+
+WIDE = replace(model_shape("opt-6.7b"), layers=4)
+BATCH = Workload(4, 100, 30)
+
+
+def on_two(work: Job | Workload, gib: float = 8.0, **options: Any) -> PlanSpec:
+    """A plan of wide layers for two V100 of one node, by speed alone."""
+    node = {"name": "a", "accelerators": {"V100-32GB": 2}, "usable_memory_gib": gib}
+    where = ClusterSpec.from_dict({"name": "two", "nodes": [node]})
+    chosen = PlanOptions(**{"bits": BITS, "search_time_limit": 600.0, "theta": 0.0} | options)
+    return find_plan(where, WIDE, "opt-6.7b", work, chosen).plan
+
+
+@pytest.mark.parametrize("work", [JOB, BATCH], ids=["job", "batch"])
+def test_groups_bring_what_planning_with_them_brings(work: Job | Workload) -> None:
+    with alone():
+        grouped = own_choice(on_two(work, tensor_parallel="auto"))
+    plan = on_two(work)
+    told = plan.beside.grouped
+    assert grouped.tokens_per_s > 1.1 * own_choice(plan).tokens_per_s, "groups must be faster here"
+    assert told is not None
+    assert told.tokens_per_s == pytest.approx(grouped.tokens_per_s, rel=QUICK_TO)
+
+
+def test_groups_are_not_told_of_where_there_are_none_or_they_were_tried() -> None:
+    assert planned(cluster(), Workload(16, 200, 30), theta=0.0).beside.grouped is None
+    assert on_two(BATCH, tensor_parallel="auto").beside.grouped is None
