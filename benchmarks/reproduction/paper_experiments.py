@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.lab import processor_name, update_page
 from benchmarks.planning.planner import uneven_sensitivity
+from benchmarks.quantization.models import MODELS
 from benchmarks.reproduction import paper_quality
 from benchmarks.reproduction.paper_report import (
     BASELINES,
@@ -261,7 +262,7 @@ def _adabits_cells(inputs: Inputs, case: Case, less_gib: int) -> Iterator[str]:
         yield "–" if plan is None else bits_by_layers(plan_bits(plan))
 
 
-def perplexities(inputs: Inputs) -> str:
+def perplexities(inputs: Inputs, models: Sequence[str]) -> str:
     """Perplexities of the bits that LLM-PQ and the baselines have with the calibrated memory."""
     plans: dict[tuple[str, str], dict[str, paper_quality.Told]] = {}
     for case in inputs.cases:
@@ -278,15 +279,15 @@ def perplexities(inputs: Inputs) -> str:
             if name in bits
         }
         plans[str(case.table), f"{case.cluster} {case.model}{case.extrapolated}"] = told
-    return paper_quality.perplexities(plans)
+    return paper_quality.perplexities(plans, models)
 
 
+PERPLEXITIES = "perplexities"
 PLANNING: Mapping[str, Callable[[Inputs], str]] = {
     "table_8": table_8,
     "six_gpus": six_gpus,
     "figure_8": figure_8,
     "figure_9": figure_9,
-    "perplexities": perplexities,
 }
 QUALITY: Mapping[str, Callable[[], str]] = {
     "table_1": paper_quality.table_1,
@@ -297,14 +298,17 @@ QUALITY: Mapping[str, Callable[[], str]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one experiment, print its table, and update a page if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=(*PLANNING, *QUALITY))
+    parser.add_argument("what", choices=(*PLANNING, *QUALITY, PERPLEXITIES))
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the reference data")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"of {PERPLEXITIES}")
     parser.add_argument("--update", type=Path, help="page whose section is replaced")
     chosen = parser.parse_args(arguments)
     began = time.process_time()
-    if chosen.what in PLANNING:
+    if chosen.what not in QUALITY:
         with tempfile.TemporaryDirectory() as folder:
-            text = PLANNING[chosen.what](read_inputs(chosen.data, Path(folder)))
+            inputs = read_inputs(chosen.data, Path(folder))
+            planned = chosen.what in PLANNING
+            text = PLANNING[chosen.what](inputs) if planned else perplexities(inputs, chosen.models)
         software = f"HiGHS {version('highspy')}"
     else:
         text = QUALITY[chosen.what]()

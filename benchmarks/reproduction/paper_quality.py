@@ -119,13 +119,14 @@ Told = tuple[float | None, Sequence[int] | None]
 """
 
 
-def perplexities(plans: Mapping[tuple[str, str], Mapping[str, Told]]) -> str:
+def perplexities(plans: Mapping[tuple[str, str], Mapping[str, Told]], models: Sequence[str]) -> str:
     """Perplexity of the bits of plans by table, cluster and scheme, each laid over the layers of
     the models that can be had; and whether schemes of a cluster come in the paper's order.
     """
     schemes = list(next(iter(plans.values())))
     found = {}
-    for name, folder in MODELS.items():
+    for name in models:
+        folder = MODELS[name]
         layers = model_shape(str(folder())).layers
         laid = {
             (key, scheme): stretched(bits, layers)
@@ -136,16 +137,16 @@ def perplexities(plans: Mapping[tuple[str, str], Mapping[str, Told]]) -> str:
         measured = measure(folder(), list(laid.values()))
         found[name] = {key: measured.found[bits].perplexity for key, bits in laid.items()}
     header = ["table", "cluster"]
-    header += [f"{scheme} {each}" for scheme in schemes for each in ("paper", "bits", *MODELS)]
+    header += [f"{scheme} {each}" for scheme in schemes for each in ("paper", "bits", *models)]
     rows = []
     for key, told in plans.items():
         cells = list(key)
         for scheme, (paper, bits) in told.items():
-            own = [number(found[name].get((key, scheme)), ".2f") for name in MODELS]
+            own = [number(found[name].get((key, scheme)), ".2f") for name in models]
             counts = "–" if bits is None else bits_by_layers(bits)
             cells += [number(paper, ".2f"), counts, *own]
         rows.append(cells)
-    order = [f"{name} {_in_order(plans, found[name])}" for name in MODELS]
+    order = [f"{name} {_in_order(plans, found[name])}" for name in models]
     told_order = f"Pairs of schemes that the paper tells apart, in its order: {', '.join(order)}."
     return f"{markdown_table(header, rows)}\n\n{told_order}"
 

@@ -12,7 +12,8 @@ monotonicity       points at which throughput or latency fall with a control (ta
 memory             GPUs of FT and of WAA (fig. 9)
 loading            loading models again (table 4)
 degrees            layers at each tensor-parallel degree (section 3)
-selected           the schedules of OPT 13B and task S, and hosts that take time (table 6)
+selected           the schedules of OPT 13B and task S (table 6)
+groups             those of RRA where hosts take time and links are faster
 scheduling_cost    evaluations and CPU seconds of finding a schedule (section 7.7)
 changed_lengths    outputs unlike those that a schedule is for (fig. 11)
 variance           seconds from turn to turn and from step to step (table 7)
@@ -50,6 +51,7 @@ PARTS = {
     "loading": table_part("loading", deployment.loading_table),
     "degrees": table_part("degrees", deployment.degrees_table),
     "selected": table_part("selected", tables.selected_table),
+    "groups": table_part("groups", tables.groups_table),
     "changed_lengths": (tables.changed_lengths_arguments, tables.run_changed_lengths),
     "variance": table_part("variance", tables.variance_table),
     "timelines": (timelines.add_arguments, timelines.run),

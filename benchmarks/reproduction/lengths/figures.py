@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 
 import torch
 from transformers import BertConfig, BertModel
@@ -62,14 +62,17 @@ def breakdown_table() -> Iterator[str]:
         f"predicting, {1e3 * PREDICTING_S:.1f} ms a prompt | all but generating"
     )
     (_, expected), *_ = predictions_of(rows, SEED)
+    beside_generating = []
     for setting in PAPER_MODELS:
         run = Contestant("S³", "predicted", expected).best(whole_memory(setting, rows), rows)
         beside = run.copies_s, run.scheduler_s, PREDICTING_S * len(rows)
         whole_s = run.seconds + run.scheduler_s + PREDICTING_S * len(rows)
         shares = [each / whole_s for each in (run.seconds - run.copies_s, *beside)]
-        cells = [f"{share:.1%}" for share in (*shares, 1 - shares[0])]
+        beside_generating.append(1 - shares[0])
+        cells = [f"{share:.1%}" for share in (*shares, beside_generating[-1])]
         yield table_row([setting.model, setting.paper, *cells])
-    yield "| mean of all | the paper | 89 % | | | | 11 % |"
+    yield f"| mean | ours | | | | | {mean(beside_generating):.1%} |"
+    yield "| mean | the paper | | | | | 11 % |"
 
 
 TABLE_5 = {

@@ -1,6 +1,6 @@
 """Part (b): large models on modelled A100 pipelines, in virtual time.
 
-    python -m benchmarks.reproduction.orca emulated [--models 13B 101B 175B 341B]
+    python -m benchmarks.reproduction.orca emulated [--models 13B 175B 341B]
                                        [--at_ms 190] [--degree 1]
 
 The product's scheduler and live run drive stages that take the seconds of the planner's latency
@@ -241,7 +241,7 @@ def curve_lines(
     setting: Setting, kind: str, orca: Curve, baseline: Curve, unit_per_s: float
 ) -> Iterator[str]:
     """Markdown: median normalized latency of both by load."""
-    yield f"{setting.paper}, {kind}:\n"
+    yield f"{setting.model} (beside the paper's {setting.paper}), {kind}:\n"
     yield header(f"req/s | {orca.policy.label} ms a token | {baseline.policy.label} ms a token")
     for factor in LOADS:
         per_s = factor * unit_per_s

@@ -44,11 +44,12 @@ class Setting:
 
 SETTINGS = (
     Setting("13B", 1, "13B on 1 GPU"),
+    Setting("opt-66b", 8, "101B on 8 GPUs", degree=8),
     Setting("101B", 8, "101B on 8 GPUs", degree=8),
     Setting("175B", 16, "175B on 2 stages of 8 GPUs", degree=8),
     Setting("341B", 32, "341B on 4 stages of 8 GPUs", degree=8),
 )
-"""As in table 1 of the paper."""
+"""As in table 1 of the paper, and OPT-66B in place of its 101B."""
 
 
 @dataclass(frozen=True, eq=False)
