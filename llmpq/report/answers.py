@@ -24,7 +24,7 @@ from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.model.stored_bits import ADDED_ERRORS, MOST_ADDED
 from planner.plan.parts import JobForecast, MoreDevices, PlanChoice
 from planner.plan.spec import PlanSpec, StagePlan
-from planner.scheduling import PREDICTING, TOKEN_POLICIES
+from planner.scheduling import FORESEEING, PREDICTING, TOKEN_POLICIES
 from quant.scheme import BITWIDTHS
 
 EQUAL_SPEED = 0.005  # less than a percent that is shown
@@ -277,8 +277,8 @@ def _price(amount: float) -> str:
 
 
 def _prediction(plan: PlanSpec, job: JobForecast) -> str:
-    """The KV memory of a request by its predicted length and by its longest, under `s3`, and how
-    many more requests are in flight in the same memory thereby.
+    """The KV memory of a request as it grows (`s3`) or by its predicted length (`s3-published`) and
+    by its longest, and how many more requests are in flight in the same memory thereby.
     """
     if plan.policy.name not in PREDICTING:
         return ""
@@ -287,7 +287,8 @@ def _prediction(plan: PlanSpec, job: JobForecast) -> str:
     token_bytes = sum(stage.memory.kv_cache for stage in plan.stages) / slots.kv_tokens
     sizes = [plain(size(each * token_bytes)) for each in (predicted, longest)]
     assumed, in_flight = job.job.predictor, slots.global_batch
-    if assumed is None or assumed.source == LONGEST:
+    grows = plan.policy.name == FORESEEING
+    if not grows and (assumed is None or assumed.source == LONGEST):
         return (
             f"KV memory of a request: {sizes[1]} in the mean ({longest:,.0f} "
             "tokens), as every answer is expected to be the longest; --predictor FOLDER of "
@@ -295,14 +296,16 @@ def _prediction(plan: PlanSpec, job: JobForecast) -> str:
         )
     fewer = min(in_flight, int(slots.reservable_under(plan.policy.name) / longest))
     return (
-        f"KV memory of a request: {sizes[0]} expected in the mean "
+        f"KV memory of a request: {sizes[0]} {'held' if grows else 'expected'} in the mean "
         f"({predicted:,.0f} tokens), {sizes[1]} reserved for the longest "
         f"answer ({longest:,.0f}); so {count(in_flight)} in flight instead of {count(fewer)} "
         f"({_predictor(assumed)})"
     )
 
 
-def _predictor(assumed: AssumedPredictor) -> str:
+def _predictor(assumed: AssumedPredictor | None) -> str:
+    if assumed is None or assumed.source == LONGEST:
+        return "the longest answers are expected until some end; --predictor FOLDER for better"
     if assumed.source == ORACLE:
         return f"oracle: always the right one of {len(assumed.buckets)} lengths"
     return (
