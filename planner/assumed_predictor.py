@@ -73,7 +73,7 @@ STUDIES = (ORACLE, LONGEST)
 """Predictors that need no file: one that is always right, and one that expects the most of all."""
 
 BUCKETS = 10
-"""Parts of the longest answer that the oracle tells apart (S3, section 3)."""
+"""Lengths that the oracle tells apart, each of as many rows (S3, section 3, has as many)."""
 
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, are spread ever more evenly over 0 to 1."""
@@ -120,7 +120,9 @@ class AssumedPredictor:
         if name == LONGEST:
             return cls(LONGEST, (longest,), ((1,),))
         if name == ORACLE:
-            parts = sorted({-(-longest * part // BUCKETS) for part in range(1, BUCKETS + 1)})
+            shares = np.arange(1, BUCKETS) / BUCKETS
+            ends = np.quantile(lengths.output_tokens, shares, method="inverted_cdf")
+            parts = sorted({*ends.astype(np.int64).tolist(), longest})
             right = tuple(tuple(int(a == b) for a in parts) for b in parts)
             return cls(ORACLE, tuple(parts), right)
         found = predictor_file(Path(name).expanduser())

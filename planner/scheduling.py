@@ -31,7 +31,7 @@ PREDICTING: frozenset[PolicyName] = frozenset({FORESEEING, "s3-published"})
 TOKEN_POLICIES: frozenset[PolicyName] = PREDICTING | {"orca"}
 """Those that mix both phases in a micro-batch; they count KV memory in tokens."""
 
-GROWTH = 32
+GROWTH = 16
 """Token slots by which a range of `s3` grows: fewer take more moves, of more, more stay empty."""
 
 BOUNDED: PolicyName = "exegpt"

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from quant.common.errors import SpecError
 
 BUCKETS = 10
-"""Buckets of the paper, each of a tenth of the longest answer (section 3)."""
+"""As many as the paper has (section 3)."""
 
 _CALIBRATION_BINS = 10
 
@@ -24,10 +24,15 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 
-def even_buckets(longest: int, count: int = BUCKETS) -> tuple[int, ...]:
-    """The most tokens of up to `count` buckets of one width, the last one `longest`."""
-    ends = {-(-longest * number // count) for number in range(1, count + 1)}
-    return tuple(sorted(ends))
+def even_buckets(
+    lengths: Sequence[int] | IntArray, longest: int, count: int = BUCKETS
+) -> tuple[int, ...]:
+    """The most tokens of up to `count` buckets with as many of `lengths` each, and of the last one
+    `longest`. The paper's are of one width, so that most short answers are in the first one.
+    """
+    shares = np.arange(1, count) / count
+    ends = np.quantile(np.minimum(lengths, longest), shares, method="inverted_cdf")
+    return tuple(sorted({*ends.astype(np.int64).tolist(), longest}))
 
 
 def buckets_of(lengths: Sequence[int] | IntArray, buckets: Sequence[int]) -> IntArray:

@@ -93,9 +93,10 @@ def train(
             f"there are {len(rows)} finished rows to learn from; give at least {LEAST_ROWS}"
         )
     longest = options.longest or max(each.tokens for each in rows)
-    buckets = even_buckets(longest, options.buckets)
     seen, unseen = _parted(rows, options.seed)
-    found = buckets_of([each.tokens for each in seen], buckets)
+    learnt = [each.tokens for each in seen]
+    buckets = even_buckets(learnt, longest, options.buckets)
+    found = buckets_of(learnt, buckets)
     if len(set(found.tolist())) < 2:
         raise SpecError(
             f"all {len(seen)} answers to learn from are in one bucket, of at most "

@@ -21,6 +21,10 @@ from planner.schedule.s3 import Outgrown, Pool, S3Policy, S3Schedule
 from planner.scheduling import GROWTH
 
 
+LEAST_MORE = 32
+"""Tokens that are foreseen at least of an answer that is longer than was expected."""
+
+
 def first_range(tokens: int, most: int) -> int:
     """Token slots of a request that joins with so many tokens, of at most `most`."""
     return min(tokens + GROWTH, most)
@@ -55,7 +59,7 @@ class Experience:
         if self._expected:
             share = expected * (self._expected - self._less)
             expected = np.maximum(-(-share // self._expected), 1)
-        more = given + np.maximum(GROWTH, given // 2)
+        more = given + np.maximum(LEAST_MORE, given // 2)
         answers = np.where(expected > given, expected, more)
         return np.asarray(np.minimum(answers, limit) - 1 - given, dtype=np.int64)
 

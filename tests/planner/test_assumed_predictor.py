@@ -118,16 +118,16 @@ def test_the_longest_is_what_orca_reserves() -> None:
         )
 
 
-def test_the_oracle_knows_the_tenth() -> None:
-    lengths = Lengths((10,) * 3, (1, 55, 95), "seen", 95)
+def test_the_oracle_knows_the_tenth_of_the_rows() -> None:
+    lengths = Lengths((10,) * 20, (*range(1, 20), 95), "seen", 100)
     oracle = AssumedPredictor.named(ORACLE, lengths)
-    assert oracle.buckets == (10, 19, 29, 38, 48, 57, 67, 76, 86, 95)
+    assert oracle.buckets == (2, 4, 6, 8, 10, 12, 14, 16, 18, 100)
     assert len(oracle.buckets) == BUCKETS
-    assert oracle.predicted(lengths.output_tokens) == [10, 57, 95]
+    assert oracle.predicted(lengths.output_tokens[-3:]) == [18, 100, 100]
     assert oracle.accuracy == 1.0
-    weighted = (1 * 20 + 55 * 67 + 95 * 105) / 151
-    assert oracle.mean_reserved(lengths) == pytest.approx(weighted)
-    assert AssumedPredictor.named(ORACLE, Lengths((1,), (3,))).buckets == (1, 2, 3)
+    held = sum((n + n % 2 + 10) * n for n in range(1, 19)) + (19 + 95) * 110
+    assert oracle.mean_reserved(lengths) == pytest.approx(held / (190 + 95))
+    assert AssumedPredictor.named(ORACLE, Lengths((1,), (3,))).buckets == (3,)
 
 
 def test_more_requests_are_in_the_slots_that_predictions_leave() -> None:

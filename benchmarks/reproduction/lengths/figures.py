@@ -37,7 +37,7 @@ def objective_table() -> Iterator[str]:
     first contestant's; the 99th percentile of the seconds of a token, and requests at once.
     """
     rows = short_answers(ROWS, SEED)
-    chosen = contestants(rows, list(predictions_of(rows, SEED)))
+    chosen = contestants(rows, *predictions_of(rows, SEED))
     yield header(f"model | the paper's | {' | '.join(each.name for each in chosen)}")
     for setting in PAPER_MODELS:
         memory = whole_memory(setting, rows)
@@ -61,10 +61,10 @@ def breakdown_table() -> Iterator[str]:
         "model | the paper's | generating | preempting and moving | scheduling (this machine) | "
         f"predicting, {1e3 * PREDICTING_S:.1f} ms a prompt | all but generating"
     )
-    (_, expected), *_ = predictions_of(rows, SEED)
+    ((_, expected),), _ = predictions_of(rows, SEED)
     beside_generating = []
     for setting in PAPER_MODELS:
-        run = Contestant("S³", "predicted", expected).best(whole_memory(setting, rows), rows)
+        run = Contestant("S³", "published", expected).best(whole_memory(setting, rows), rows)
         beside = run.copies_s, run.scheduler_s, PREDICTING_S * len(rows)
         whole_s = run.seconds + run.scheduler_s + PREDICTING_S * len(rows)
         shares = [each / whole_s for each in (run.seconds - run.copies_s, *beside)]
@@ -92,14 +92,14 @@ def predictors_table() -> Iterator[str]:
     """
     setting, rows = PAPER_MODELS[3], short_answers(ROWS, SEED)
     memory, ten = whole_memory(setting, rows), replace(rows, bounds=tenths(rows.limit))
-    oracle = Contestant("Oracle", "predicted", rows.answers).best(memory, rows).tokens_per_s
+    oracle = Contestant("Oracle", "published", rows.answers).best(memory, rows).tokens_per_s
     names = [f"right, {name}: share of Oracle" for name in ("Alpaca", "Google", "Pile")]
     yield header(["predictor", "parameters", "ms, A100", "CPU ms, a core here", *names])
     for name, (millions, sizes, accuracies, paper_ms) in TABLE_5.items():
         cells = []
         for accuracy in accuracies:
             expected = ten.expected_by(confusion_of(accuracy, NEAR), SEED)
-            run = Contestant("S³", "predicted", expected).best(memory, rows)
+            run = Contestant("S³", "published", expected).best(memory, rows)
             cells.append(f"{accuracy:.1%}: {run.tokens_per_s / oracle:.2f}")
         yield table_row([name, f"{millions}M", paper_ms, f"{_prompt_ms(*sizes):.1f}", *cells])
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from llmpq.lengths.predictor import even_buckets
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -46,6 +48,11 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @cached_property
+    def deciles(self) -> IntArray:
+        """The greatest answer of each of ten buckets, which have as many rows each."""
+        return np.array(even_buckets(self.answers, self.limit, BUCKETS), dtype=np.int64)
 
     @cached_property
     def longest(self) -> int:

@@ -8,7 +8,7 @@ everywhere, but for the share of the scheduler's own seconds, which are this mac
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +16,18 @@ from benchmarks.lab import header, table_row
 from benchmarks.planning.job_cases import Setting as ClusterSetting
 from benchmarks.planning.job_cases import settings
 from benchmarks.reproduction.lengths.rows import (
-    IntArray,
     Rows,
     confusion_of,
     recorded,
     short_answers,
     tenths,
 )
-from benchmarks.reproduction.lengths.virtual_job import Contestant, Memory, contestants
+from benchmarks.reproduction.lengths.virtual_job import (
+    Contestant,
+    Memory,
+    Predicted,
+    contestants,
+)
 from benchmarks.reproduction.orca.pipelines import (
     ModelledPipeline,
     Setting,
@@ -72,7 +76,7 @@ def run_papers(options: argparse.Namespace) -> None:
     if options.data is not None:
         kinds.append(recorded(options.data, options.rows, options.seed))
     for rows in kinds:
-        chosen = contestants(rows, list(predictions_of(rows, options.seed)))
+        chosen = contestants(rows, *predictions_of(rows, options.seed))
         names = " | ".join(each.name for each in chosen)
         print(f"\n{rows.name}:\n")
         print(header(f"model, GPUs | the paper's | token slots | {names}"))
@@ -92,12 +96,22 @@ def pipeline_for(setting: Setting, rows: Rows) -> ModelledPipeline:
     return modelled_pipeline(setting, Lengths(int(rows.prompts.max()), rows.limit))
 
 
-def predictions_of(rows: Rows, seed: int) -> Iterator[tuple[str, IntArray]]:
-    """What is expected of rows by a recorded classifier, and by one as good as the paper's."""
+def predictions_of(rows: Rows, seed: int) -> tuple[list[Predicted], list[Predicted]]:
+    """What is expected of rows, for S³ as published and for `s3`: by a recorded classifier, where
+    there is one, and by one as good as the paper's, with ten buckets of one width, or of as many
+    rows each. As published the best that is recorded is enough.
+    """
+    recorded_by: list[Predicted] = []
     if rows.predicted is not None:
-        yield f"recorded ({rows.accuracy(rows.predicted):.0%} right)", rows.predicted
-    ten = replace(rows, bounds=tenths(rows.limit))
-    yield f"{ACCURACY:.1%} right", ten.expected_by(confusion_of(ACCURACY, NEAR), seed)
+        accuracy = rows.accuracy(rows.predicted)
+        recorded_by.append((f"recorded ({accuracy:.0%} right)", rows.predicted))
+    confusion = confusion_of(ACCURACY, NEAR)
+    even, ten = (
+        replace(rows, bounds=bounds).expected_by(confusion, seed)
+        for bounds in (tenths(rows.limit), rows.deciles)
+    )
+    name = f"{ACCURACY:.1%} right"
+    return recorded_by or [(name, even)], [*recorded_by, (name, ten)]
 
 
 def line(memory: Memory, rows: Rows, chosen: Sequence[Contestant]) -> str:
@@ -134,7 +148,7 @@ def mixed_arguments(parser: argparse.ArgumentParser) -> None:
 def run_mixed(options: argparse.Namespace) -> None:
     """Print a line for each cluster."""
     rows = recorded(options.data, options.rows, options.seed)
-    chosen = contestants(rows, list(predictions_of(rows, options.seed)))
+    chosen = contestants(rows, *predictions_of(rows, options.seed))
     print(header(f"cluster | devices | token slots | {' | '.join(each.name for each in chosen)}"))
     for setting in settings(options.cases):
         print(line(planned_memory(setting, rows), rows, chosen), flush=True)
@@ -170,8 +184,7 @@ def memory_arguments(parser: argparse.ArgumentParser) -> None:
 def run_memory(options: argparse.Namespace) -> None:
     """Print a table for each setting: tokens per second by memory."""
     rows = recorded(options.data, options.rows, options.seed)
-    predictions = list(predictions_of(rows, options.seed))
-    chosen = contestants(rows, predictions)
+    chosen = contestants(rows, *predictions_of(rows, options.seed))
     for setting in SCARCE:
         pipeline = pipeline_for(setting, rows)
         print(f"\n{setting.model} on {setting.gpus} {setting.gpu}, {rows.name}:\n")
@@ -203,15 +216,15 @@ def run_accuracy(options: argparse.Namespace) -> None:
         recorded(options.data, options.rows, options.seed),
         short_answers(options.rows, options.seed),
     ):
-        accuracy_table(replace(rows, bounds=tenths(rows.limit)), options.seed)
+        accuracy_table(replace(rows, bounds=rows.deciles), options.seed)
 
 
 def accuracy_table(rows: Rows, seed: int) -> None:
     """Print tokens per second by accuracy, as shares of Oracle's."""
     pipeline = pipeline_for(SETTING, rows)
     memory = Memory(pipeline, LONGEST_REQUESTS * rows.longest)
-    longest, oracle, blocks = (
-        each.best(memory, rows).tokens_per_s for each in contestants(rows, ())
+    longest, _, oracle, blocks = (
+        each.best(memory, rows).tokens_per_s for each in contestants(rows, (), ())
     )
     print(
         f"\n{rows.name}, {SETTING.model} on {SETTING.gpu}, {memory.kv_tokens} token slots: Oracle "
@@ -223,7 +236,7 @@ def accuracy_table(rows: Rows, seed: int) -> None:
         cells = [f"{accuracy:.1%}"]
         for near in (1.0, 0.0):
             expected = rows.expected_by(confusion_of(accuracy, near), seed)
-            run = Contestant("S³", "foreseen", expected).best(memory, rows)
+            run = Contestant("s3", "foreseen", expected).best(memory, rows)
             cells += [
                 f"{run.tokens_per_s / oracle:.2f}",
                 f"{run.preemptions / len(rows):.2f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -22,19 +23,30 @@ from llmpq.lengths.sources import read_trace
 from quant.common.errors import SpecError
 
 
-@given(longest=st.integers(1, 5000), count=st.integers(1, 20))
-def test_buckets_are_even_and_end_with_the_longest(longest: int, count: int) -> None:
-    buckets = even_buckets(longest, count)
-    assert buckets[-1] == longest
-    assert len(buckets) == min(count, longest)
-    widths = np.diff((0, *buckets))
-    assert widths.min() >= 1
-    assert widths.max() - widths.min() <= 1
+@given(
+    lengths=st.sets(st.integers(1, 5000), min_size=1, max_size=90),
+    more=st.integers(0, 50),
+    count=st.integers(1, 20),
+)
+def test_buckets_have_as_many_rows_each_and_end_with_the_longest(
+    lengths: set[int], more: int, count: int
+) -> None:
+    buckets = even_buckets(sorted(lengths), max(lengths) + more, count)
+    assert buckets[-1] == max(lengths) + more
+    held = [sum(a < n <= b for n in lengths) for a, b in itertools.pairwise((0, *buckets))]
+    assert sum(held) == len(lengths)
+    assert max(held) <= -(-len(lengths) // count)
+    assert len(held) <= count
+
+
+def test_many_alike_share_a_bucket() -> None:
+    assert even_buckets([5] * 50 + [900], 1000) == (5, 1000)
+    assert even_buckets([3, 70, 80], 50, 3) == (3, 50)
 
 
 @given(length=st.integers(1, 300), longest=st.integers(1, 200))
 def test_a_length_is_in_the_first_bucket_with_room(length: int, longest: int) -> None:
-    buckets = even_buckets(longest)
+    buckets = even_buckets(range(1, longest + 1), longest)
     roomy = [number for number, most in enumerate(buckets) if length <= most]
     assert buckets_of([length], buckets)[0] == (roomy[0] if roomy else len(buckets) - 1)
 
