@@ -101,7 +101,7 @@ def train(
         raise SpecError(
             f"all {len(seen)} answers to learn from are in one bucket, of at most "
             f"{buckets[found[0]]} tokens; there is nothing to predict: plan and run without a "
-            "predictor, or give a smaller --longest"
+            "predictor, or give more --buckets"
         )
     model = _trained(seen, buckets, options, ids)
     majority = int(np.bincount(found).argmax())

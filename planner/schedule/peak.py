@@ -20,7 +20,6 @@ from planner.schedule.passes import JobRows, OrcaSizes
 from planner.schedule.s3 import Outgrown, Pool, S3Policy, S3Schedule
 from planner.scheduling import GROWTH
 
-
 LEAST_MORE = 32
 """Tokens that are foreseen at least of an answer that is longer than was expected."""
 

@@ -55,7 +55,7 @@ def test_training_gives_a_predictor_and_says_how_it_errs(kind: str) -> None:
     rows = learnable(100)
     options = TrainingOptions(kind=kind, buckets=4, epochs=12)  # type: ignore[arg-type]
     model, found = train(rows, options, IDS)
-    assert model.buckets == (10, 19, 29, 38)
+    assert model.buckets == (4, 16, 38)
     assert found.predictor.rows == found.confusion.sum() == round(HELD_OUT * 100)
     assert model.trained_rows == 100 - found.predictor.rows
     assert found.predictor.accuracy > found.majority.accuracy
@@ -72,7 +72,11 @@ def test_training_gives_a_predictor_and_says_how_it_errs(kind: str) -> None:
         ([], {}, "there are 0 finished rows to learn from; give at least 20"),
         (learnable(19), {}, "there are 19 finished rows"),
         ([LearntRow(Prompt("a", 9, (1,), "x"), 3)] * 30, {}, "all 24 answers .* in one bucket"),
-        (learnable(30), {"longest": 400, "buckets": 2}, "in one bucket, of at most 200 tokens"),
+        (
+            [LearntRow(row.prompt, 4 - (i < 2)) for i, row in enumerate(learnable(60))],
+            {"buckets": 2},
+            "in one bucket, of at most 4 tokens; .* or give more --buckets",
+        ),
         (learnable(30), {"kind": "classifier", "no ids": True}, "name the model"),
         (learnable(30), {"kind": "classifier", "base": "/nowhere"}, "there is no folder /nowhere"),
     ],
