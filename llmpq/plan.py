@@ -22,6 +22,7 @@ from llmpq.report.formatting import per_second, plural, seconds
 from llmpq.report.latency import latencies, rates
 from llmpq.report.notebook import bits_text, fleet_html, plan_html
 from llmpq.report.page import report_page
+from llmpq.report.quality import quality_word
 from llmpq.report.rendering import making, write_page
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import SamplingInput
@@ -38,7 +39,7 @@ from planner.fleet.fleet_spec import FleetSpec, Runnable, plans_of
 from planner.latency_bound.bounded_plan import KindFronts
 from planner.option_rules import refuse_unknown
 from planner.plan.file import is_fleet, read
-from planner.plan.parts import Prediction
+from planner.plan.parts import Prediction, QualityForecast
 from planner.plan.simulate import simulated_cycles
 from planner.plan.spec import PlannedModel, PlanSpec, SolverRecord, StagePlan
 from planner.search.find import FrontPoint
@@ -146,7 +147,7 @@ class Plan(Runs):
             figures = f"{rates(spec.latency)}; {latencies(spec.latency)}"
         return (
             f"<Plan of {spec.model.name} on {spec.cluster}: {what_is_planned(spec)};\n"
-            f" predicted {figures};\n {stages}>"
+            f" predicted {figures};\n quality {quality_word(spec).word};\n {stages}>"
         )
 
     def _repr_html_(self) -> str:
@@ -246,6 +247,11 @@ class Plan(Runs):
     @property
     def predicted(self) -> Prediction:
         return self.spec.predicted
+
+    @property
+    def quality(self) -> QualityForecast | None:
+        """What the bits are expected to cost; None for files of earlier versions."""
+        return self.spec.quality
 
     @property
     def solver(self) -> SolverRecord:

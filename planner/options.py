@@ -102,7 +102,7 @@ class PlanOptions:
       the fastest of such bits, `balanced` gives up speed where that pays by far
       (`planner.search.qualities`).
     - `max_omega`, `max_latency_s` (of the prediction, whatever the objective) or `max_ppl_delta`:
-      the other side is minimised within that bound. An increase of perplexity becomes a `max_omega`
+      the other side is minimised within that bound. A rise of perplexity becomes a `max_omega`
       by the points measured in the omega file.
     - `max_request_latency_s`: inf is any latency.
     - `importance`: where neither it nor `omega_file` names one, stages measure on random ids when
@@ -119,7 +119,7 @@ class PlanOptions:
     )
     quality: Quality | None = option(
         QUALITIES,
-        "high: the least loss of quality at nine tenths of the speed; balanced; fast: the most "
+        "high: the least perplexity expected at nine tenths of the speed; balanced; fast: the most "
         "tokens per second (default: balanced)",
     )
     in_flight: int | str = option(
@@ -160,7 +160,7 @@ class PlanOptions:
     )
     max_ppl_delta: float | None = option(
         "X",
-        "largest allowed increase of perplexity over 16 bit, by the points that llmpq indicator "
+        "largest allowed rise of perplexity above 16 bit, by the points that llmpq indicator "
         "--perplexity put into the omega file; theta is found",
         within=FINITE_ABOVE_0,
     )

@@ -124,8 +124,8 @@ class PlanCommand(PromptingOptions):
     )
     pareto: str | None = option(
         "FILE",
-        "show the front of latency against quality, or with --max_request_latency_s requests per "
-        "second over bounds (with --report in the page); FILE also takes it, as .svg or .json",
+        "show the front of latency against perplexity, or with --max_request_latency_s requests "
+        "per second over bounds (with --report in the page); FILE also takes it, as .svg or .json",
         more={"nargs": "?", "const": ""},
     )
     compare: bool = flag("print the paper's baselines beside the plan")

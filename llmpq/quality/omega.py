@@ -19,7 +19,7 @@ from llmpq.quality.subjects import bits_subject, compute_of, device_of, weighed,
 from llmpq.quality.text_windows import Document, TokenIds
 from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
-from planner.profiles.sensitivity import FINGERPRINT_ENTRY, MeasuredPoint, OmegaContent
+from planner.profiles.sensitivity import FINGERPRINT_ENTRY, NATS, MeasuredPoint, OmegaContent
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.loading.emulated_kernels import Compute, LayerScheme
@@ -189,7 +189,7 @@ def measure_points(
 def _form(options: IndicatorOptions) -> dict[str, str | int | float]:
     """The provenance of what a method measures."""
     if options.method == ERROR:
-        return {"rounding": options.rounding, "unit": "nats a token"}
+        return {"rounding": options.rounding, "unit": NATS}
     return asdict(options.form) if options.method == "variance" else {}
 
 

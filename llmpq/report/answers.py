@@ -10,7 +10,6 @@ from llmpq.report.formatting import (
     count,
     duration,
     listed,
-    number,
     per_second,
     percent,
     plain,
@@ -19,6 +18,7 @@ from llmpq.report.formatting import (
     times,
 )
 from llmpq.report.latency import latency_answers, what_is_bounded
+from llmpq.report.quality import loss, loss_head
 from llmpq.report.reasons import LEAST_GAIN
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.model.stored_bits import ADDED_ERRORS, MOST_ADDED
@@ -92,7 +92,7 @@ def weight_remarks(plan: PlanSpec) -> Iterator[str]:
     ]
     left = plan.model.layers - weights.kept - sum(rounded.values())
     parts += [f"{left} computed in 16 bit lose nothing"] if left else []
-    lost = f"; sensitivity of all {number(plan.solver.sensitivity)}" if rounded else ""
+    lost = f"; {loss_head(plan)} of all {loss(plan, plan.solver.sensitivity)}" if rounded else ""
     yield f"weights are stored as {weights.stored}: {listed(parts)}{lost}"
     if rounded and ADDED_ERRORS[min(rounded)] > MOST_ADDED:
         yield (
@@ -155,7 +155,7 @@ def beaten(plan: PlanSpec) -> str:
     better, present = plan.beside.beaten_by, plan_choice(plan)
     if better is None or better.tokens_per_s < present.tokens_per_s * (1 + LEAST_GAIN):
         return ""
-    gives = _gives(better, present)
+    gives = _gives(plan, better)
     return f"{count(better.in_flight)} in flight {gives}: leave out --global_bz"
 
 
@@ -163,18 +163,19 @@ def _grouped(plan: PlanSpec) -> str:
     found = plan.beside.grouped
     if found is None:
         return ""
-    gives = _gives(found, plan_choice(plan))
+    gives = _gives(plan, found)
     return f"devices of a node that share every layer {gives}: {_IN_GROUPS}"
 
 
 _IN_GROUPS = "--tensor_parallel auto"
 
 
-def _gives(other: PlanChoice, present: PlanChoice) -> str:
+def _gives(plan: PlanSpec, other: PlanChoice) -> str:
+    present = plan_choice(plan)
     return (
         f"would give {per_second(other.tokens_per_s)} tokens/s (this plan "
-        f"{per_second(present.tokens_per_s)}) at sensitivity {number(other.sensitivity)} "
-        f"({number(present.sensitivity)})"
+        f"{per_second(present.tokens_per_s)}) at {loss_head(plan)} "
+        f"{loss(plan, other.sensitivity)} ({loss(plan, present.sensitivity)})"
     )
 
 
@@ -192,10 +193,10 @@ def _qualities(plan: PlanSpec) -> str:
     for choice, qualities in _by_plan(plan).items():
         taken = plan.beside.quality
         names = [f"{each} (taken)" if each == taken else each for each in qualities]
-        tokens, sensitivity = ("", "") if parts else (" tokens/s", "sensitivity ")
+        tokens, head = ("", "") if parts else (" tokens/s", f"{loss_head(plan)} ")
         parts.append(
             f"{listed(names)} {per_second(choice.tokens_per_s)}{tokens}, "
-            f"{sensitivity}{number(choice.sensitivity)}"
+            f"{head}{loss(plan, choice.sensitivity)}"
         )
     return f"quality: {'; '.join(parts)}" if parts else ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from markupsafe import Markup
@@ -12,9 +12,10 @@ from markupsafe import Markup
 from llmpq.report.answers import plan_choice
 from llmpq.report.charts import ACCENT, CARD, Axis, columns, label, polyline, rows, spot, svg, text
 from llmpq.report.formatting import count, duration, listed, number, per_second, shortened
+from llmpq.report.quality import divergence_of, lost, percent_more
 from llmpq.report.rendering import write_picture
 from planner.explanation.explain import Explanation
-from planner.plan.parts import PlanChoice
+from planner.plan.parts import DivergenceScale, PlanChoice
 from planner.plan.simulate import simulated_cycles
 from planner.plan.spec import PlanSpec
 from planner.search.find import FrontPoint, front_json
@@ -39,11 +40,14 @@ ROUNDS_SHOWN = 4  # decode rounds after the first tokens, in the second picture
 
 @dataclass(frozen=True)
 class JobCurve:
-    """The best plans by prompts in flight, ascending, `present` among them; `named`: others."""
+    """The best plans by prompts in flight, ascending, `present` among them; `named`: others;
+    `scale`: of their sensitivities, None where it is not known.
+    """
 
     points: Sequence[PlanChoice]
     present: PlanChoice
     named: Mapping[PlanChoice, tuple[str, ...]]
+    scale: DivergenceScale | None
 
     @property
     def plans(self) -> Sequence[PlanChoice]:
@@ -53,6 +57,12 @@ class JobCurve:
 
     def names(self, plan: PlanChoice) -> str:
         return ", ".join(self.named.get(plan, ()))
+
+    def lost(self, plan: PlanChoice) -> float:
+        """More perplexity in percent, or the sensitivity."""
+        if self.scale is None:
+            return plan.sensitivity
+        return percent_more(self.scale.at(plan.sensitivity))
 
 
 def curve_of(plan: PlanSpec) -> JobCurve | None:
@@ -66,7 +76,8 @@ def curve_of(plan: PlanSpec) -> JobCurve | None:
         choice = present if each.plan in taken else each.plan
         names[choice] = (*names.get(choice, ()), each.quality)
     points = sorted((*others, present), key=lambda each: each.in_flight)
-    return JobCurve(points, present, names)
+    scale = None if plan.quality is None else plan.quality.scale
+    return JobCurve(points, present, names, scale)
 
 
 def curve_svg(curve: JobCurve, alone: bool = False) -> Markup:
@@ -76,7 +87,7 @@ def curve_svg(curve: JobCurve, alone: bool = False) -> Markup:
     x = Axis.of_counts(counts, left, right)
     ticks = x.chosen([curve.present.in_flight, min(counts), max(counts), *sorted(counts)])
     speed = Axis.from_zero([plan.tokens_per_s for plan in curve.plans], *SPEED_Y)
-    quality = Axis.from_zero([plan.sensitivity for plan in curve.plans], *QUALITY_Y)
+    quality = Axis.from_zero([curve.lost(plan) for plan in curve.plans], *QUALITY_Y)
 
     def panel(title: str, y: Axis, figure: Callable[[PlanChoice], float]) -> Iterator[Markup]:
         yield text(10, y.last - 10, title, "title")
@@ -102,22 +113,26 @@ def curve_svg(curve: JobCurve, alone: bool = False) -> Markup:
             text_anchor="middle",
         ),
         *panel("new tokens per second", speed, lambda plan: plan.tokens_per_s),
-        *panel(SENSITIVITY_TITLE, quality, lambda plan: plan.sensitivity),
+        *panel(_title(curve.scale is not None), quality, curve.lost),
         *(label(at, y, words, "middle") for words, at, y in _apart(named, CURVE_SIZE[0])),
     ]  # fmt: skip
     titles = "; ".join(_choice_title(curve, plan) for plan in curve.plans)
-    said = f"tokens per second and sensitivity over prompts in flight: {titles}"
+    said = f"tokens per second and quality over prompts in flight: {titles}"
     return svg(CURVE_SIZE, said, parts, alone)
 
 
-SENSITIVITY_TITLE = "summed sensitivity (no unit; less is better)"
+def _title(is_known: bool) -> str:
+    """The name of the axis of what plans lose."""
+    lost = "more perplexity, in %" if is_known else "summed sensitivity, no unit"
+    return f"{lost} (less is better)"
 
 
 def _choice_title(curve: JobCurve, plan: PlanChoice) -> str:
     names = curve.named.get(plan)
+    divergence = None if curve.scale is None else curve.scale.at(plan.sensitivity)
     return (
         f"{f'{listed(list(names))}: ' if names else ''}{count(plan.in_flight)} in flight, "
-        f"{per_second(plan.tokens_per_s)} tokens/s, sensitivity {number(plan.sensitivity)}, "
+        f"{per_second(plan.tokens_per_s)} tokens/s, {lost(plan.sensitivity, divergence)}, "
         f"{plan.mean_bits:.1f} bits a layer"
     )
 
@@ -147,31 +162,36 @@ def _apart(named: Iterable[tuple[str, float, float]], width: int) -> list[tuple[
 class PlanPoint:
     """A plan by its simulated latency and its summed sensitivity, and the theta that gives it.
 
-    `bits`: mean bitwidth of a layer, None where it is not to be shown.
+    `bits`: mean bitwidth of a layer, None where it is not to be shown; `divergence`: what the
+    sensitivity is in nats a token, None where it is not known.
     """
 
     theta: float
     latency_s: float
     sensitivity: float
     bits: float | None = None
+    divergence: float | None = None
+
+    @property
+    def lost(self) -> float:
+        """More perplexity in percent, or the sensitivity."""
+        return self.sensitivity if self.divergence is None else percent_more(self.divergence)
 
     @property
     def title(self) -> str:
         bits = "" if self.bits is None else f", {self.bits:.1f} bits a layer"
-        return (
-            f"theta {number(self.theta)}: {duration(self.latency_s)}, "
-            f"sensitivity {number(self.sensitivity)}{bits}"
-        )
+        what = lost(self.sensitivity, self.divergence)
+        return f"theta {number(self.theta)}: {duration(self.latency_s)}, {what}{bits}"
 
 
 def front_svg(
     points: Sequence[PlanPoint], whole: str, present: PlanPoint | None = None, alone: bool = False
 ) -> Markup:
-    """Latency against sensitivity, fastest first, `present` drawn large; seconds of the `whole`."""
+    """Latency against quality, fastest first, `present` drawn large; seconds of the `whole`."""
     width, height = FRONT_SIZE
     x = Axis.over([point.latency_s for point in points], 84, width - 28)
-    y = Axis.over([point.sensitivity for point in points], height - 62, 44)
-    spots = [(x.at(point.latency_s), y.at(point.sensitivity)) for point in points]
+    y = Axis.over([point.lost for point in points], height - 62, 44)
+    spots = [(x.at(point.latency_s), y.at(point.lost)) for point in points]
     own = [index for index, point in enumerate(points) if point == present]
     parts = [
         *columns(x.ticks, y.first, y.last),
@@ -180,7 +200,7 @@ def front_svg(
             (x.first + x.last) / 2, height - 10, f"seconds of the {whole} (s)", "title",
             text_anchor="middle",
         ),
-        text(10, 22, SENSITIVITY_TITLE, "title"),
+        text(10, 22, _title(all(each.divergence is not None for each in points)), "title"),
         polyline(spots),
         *(
             spot(*pixels, point.title, *(("spot present",) if index in own else ()),
@@ -190,7 +210,7 @@ def front_svg(
         *_end_labels(spots, own, width),
     ]  # fmt: skip
     said = "; ".join(point.title for point in points)
-    return svg(FRONT_SIZE, f"latency against summed sensitivity: {said}", parts, alone)
+    return svg(FRONT_SIZE, f"latency against quality: {said}", parts, alone)
 
 
 def _end_labels(
@@ -223,14 +243,17 @@ def front_of(
     plan: PlanSpec, explanation: Explanation | None, front: Sequence[FrontPoint]
 ) -> Front | None:
     """The given front, else what other thetas gave, with `plan`; None where neither is known."""
-    bits = plan_choice(plan).mean_bits
-    present = PlanPoint(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity, bits)
-    others = [_plan_point(each) for each in front if not _is_planned(plan, each)]
+    present, *others = map(_plan_point, [_own_point(plan), *_beside(plan, front)])
     if front and not others:
         return Front(present, [present], [present.theta])
     if not others and explanation is not None:
         others = [
-            PlanPoint(answer.theta, answer.predicted_s, answer.sensitivity)
+            PlanPoint(
+                answer.theta,
+                answer.predicted_s,
+                answer.sensitivity,
+                divergence=divergence_of(plan, answer.sensitivity),
+            )
             for answer in explanation.answers.of("theta")
         ]
     if not others:
@@ -240,7 +263,13 @@ def front_of(
 
 
 def _plan_point(point: FrontPoint) -> PlanPoint:
-    return PlanPoint(point.theta, point.latency_s, point.omega, point.bits)
+    return PlanPoint(point.theta, point.latency_s, point.omega, point.bits, point.divergence)
+
+
+def _beside(plan: PlanSpec, front: Sequence[FrontPoint]) -> list[FrontPoint]:
+    """The other points of a front, with what `plan` says of their sensitivities."""
+    others = (each for each in front if not _is_planned(plan, each))
+    return [replace(each, divergence=divergence_of(plan, each.omega)) for each in others]
 
 
 def _is_planned(plan: PlanSpec, point: FrontPoint) -> bool:
@@ -264,8 +293,16 @@ def front_beside(plan: PlanSpec, front: Sequence[FrontPoint]) -> list[FrontPoint
     found = front_of(plan, None, front)
     if found is None:
         return []
+    given = {(each.theta, each.latency_s): each for each in _beside(plan, front)}
+    return [
+        _own_point(plan) if point == found.present else given[point.theta, point.latency_s]
+        for point in found.points
+    ]
+
+
+def _own_point(plan: PlanSpec) -> FrontPoint:
     p = plan.predicted
-    own = FrontPoint(
+    return FrontPoint(
         theta=plan.solver.theta,
         latency_s=p.latency_s,
         objective_latency_s=p.objective_latency_s,
@@ -273,12 +310,8 @@ def front_beside(plan: PlanSpec, front: Sequence[FrontPoint]) -> list[FrontPoint
         in_flight=plan.workload.global_batch,
         omega=plan.solver.sensitivity,
         bits=plan_choice(plan).mean_bits,
+        divergence=divergence_of(plan, plan.solver.sensitivity),
     )
-    given = {(each.theta, each.latency_s): each for each in front}
-    return [
-        own if point == found.present else given[point.theta, point.latency_s]
-        for point in found.points
-    ]
 
 
 def save_front(path: str | Path, picture: Callable[[], str], figures: Callable[[], str]) -> None:

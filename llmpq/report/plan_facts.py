@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from llmpq.report.answers import (
     expert_remarks,
@@ -29,12 +28,12 @@ from llmpq.report.formatting import (
     whole_percent,
 )
 from llmpq.report.latency import kind_name, latencies, lengths, rates, requests_per_second, waiting
+from llmpq.report.quality import QualityWord, loss, loss_head, quality_word, with_quality
 from llmpq.report.reasons import LEAST_GAIN
 from planner.options import PLAN_TIME
-from planner.plan.parts import LatencyForecast, PerplexityForecast
+from planner.plan.parts import LatencyForecast
 from planner.plan.spec import Baseline, PlanSpec, StagePlan
 from planner.scheduling import TOKEN_POLICIES
-from quant.scheme import FULL_BITS, NEAR_FULL_BITS
 
 MOST_RUNS = 6  # of equal bits that are told in the order of the layers
 
@@ -71,15 +70,14 @@ def facts_of(plan: PlanSpec) -> PlanFacts:
         whole=whole(plan),
         sentence=_sentence(plan, quality),
         tiles=_tiles(plan, quality),
-        rests_on=[_times(plan), f"Quality: {quality.basis}.", _search(plan)],
+        rests_on=[_times(plan), f"Quality: {quality.word} ({quality.basis}).", _search(plan)],
         warnings=_warnings(plan),
         answers=job_answers(plan),
         remarks=[*job_remarks(plan), *expert_remarks(plan), *weight_remarks(plan)],
         quality=quality,
         predicted=predicted(plan),
         searched=searched(plan),
-        priced=f"theta {number(plan.solver.theta)}, {sensitivity(plan)} "
-        f"({plan.sensitivity_source})",
+        priced=_priced(plan),
         baselines=[beside(plan, each) for each in plan.baselines if each.name == "uniform"],
         lengths="" if plan.latency is None else lengths(plan.latency),
     )
@@ -135,26 +133,12 @@ def searched(plan: PlanSpec) -> str:
     )
 
 
-def sensitivity(plan: PlanSpec) -> str:
-    """How much the bits of layers lose, those of stages that only prefill by themselves."""
-    text = f"sensitivity {number(plan.solver.sensitivity)}"
-    if plan.prefill_plan is None:
-        return text
-    return f"{text} (of prefill {number(plan.prefill_plan.solver.sensitivity)})"
-
-
-def expected_perplexity(forecast: PerplexityForecast) -> str:
-    """The rise of perplexity, its interval, and the bound where one was asked for."""
-    text = (
-        f"{forecast.increase:+.3g} over {number(forecast.baseline)} at 16 bit expected "
-        f"({forecast.low:+.3g} to {forecast.high:+.3g}, from {forecast.points} measured points)"
-    )
-    if forecast.max_increase is None or forecast.max_omega is None:
-        return text
-    return (
-        f"{text}; at most {forecast.max_increase:+.3g} asked for, which is a sensitivity of "
-        f"{number(forecast.max_omega)}"
-    )
+def _priced(plan: PlanSpec) -> str:
+    """What bits cost the search: of stages that prefill alone by themselves."""
+    text = f"theta {number(plan.solver.theta)}, sensitivity {number(plan.solver.sensitivity)}"
+    if plan.prefill_plan is not None:
+        text += f" (of prefill {number(plan.prefill_plan.solver.sensitivity)})"
+    return f"{text} ({plan.sensitivity_source})"
 
 
 def beside(plan: PlanSpec, baseline: Baseline) -> str:
@@ -163,7 +147,7 @@ def beside(plan: PlanSpec, baseline: Baseline) -> str:
     ratio = baseline.latency_s / plan.predicted.latency_s
     return (
         f"{baseline.name} ({baseline.bitwidth} bit): {duration(baseline.latency_s)} "
-        f"{_of_what(plan)}, sensitivity {number(baseline.sensitivity)}; this plan is "
+        f"{_of_what(plan)}, {loss_head(plan)} {loss(plan, baseline.sensitivity)}; this plan is "
         f"{times(ratio)} as fast"
     )
 
@@ -195,64 +179,10 @@ def _of_what(plan: PlanSpec) -> str:
 LEAST_SHOWN_GAP = 5e-5  # less reads as 0.00 %
 
 
-class QualityWord(NamedTuple):
-    """How good a plan's answers are, in a word, and what that rests on."""
-
-    word: str
-    basis: str
-
-
-def quality_word(plan: PlanSpec) -> QualityWord:
-    if plan.perplexity is not None:
-        rise = f"perplexity {plan.perplexity.increase:+.3g}"
-        return QualityWord(rise, f"perplexity: {expected_perplexity(plan.perplexity)}")
-    counts = _counts(plan)
-    told = f"{_shares(counts)} of {plural(plan.model.layers, 'layer')}"
-    if plan.prefill_plan is not None:
-        prefills = _counts(plan.prefill_plan)
-        told += f" where stages decode, {_shares(prefills)} where they prefill"
-        counts = min(counts, prefills, key=lambda each: sorted(each.elements()))
-    if plan.weights is not None and not plan.weights.rounded:
-        return QualityWord("that of the checkpoint", f"{told}: nothing is rounded again")
-    if set(counts) == {FULL_BITS}:
-        return QualityWord("that of 16 bit", f"{told}: nothing is quantized")
-    if plan.weights is not None and plan.prefill_plan is None:  # what is kept is the reference
-        rounded = Counter(plan.weights.rounded)
-        counts = rounded + Counter({FULL_BITS: plan.model.layers - rounded.total()})
-    return QualityWord(
-        _word(counts),
-        f"{told}, {sensitivity(plan)}; a word for the bits, no measurement of this model: llmpq "
-        "indicator --perplexity gives one",
-    )
-
-
-def _counts(plan: PlanSpec) -> Counter[int]:
-    """Layers by their fewest bits."""
-    chosen = (choice for stage in plan.stages for choice in stage.choices)
-    return Counter(min(choice.bits, choice.expert_bits) for choice in chosen)
-
-
-def _shares(counts: Counter[int]) -> str:
-    return listed([f"{counts[bits]} at {bits} bit" for bits in sorted(counts, reverse=True)])
-
-
-def _word(counts: Counter[int]) -> str:
-    """A word for the bits that layers have; by the layers of 4 and 3 bit, which lose most."""
-    layers = counts.total()
-    if min(counts) >= NEAR_FULL_BITS:
-        return "close to 16 bit"
-    if min(counts) == 4:
-        return "a little below 16 bit" if counts[4] < layers / 2 else "below 16 bit"
-    return "below 16 bit" if counts[3] < layers / 4 else "clearly below 16 bit"
-
-
 def _sentence(plan: PlanSpec, quality: QualityWord) -> str:
     devices = plural(len(_stages(plan)), "device")
     place = f"{plan.model.name} runs on {devices} of {plan.cluster}"
-    if plan.perplexity is None:
-        good = f"at a quality {quality.word}"
-    else:
-        good = f"with {quality.word} expected"
+    good = with_quality(quality)
     if plan.latency is not None:
         return (
             f"{place}. It should answer {requests_per_second(plan.latency.requests_per_s)}, "

@@ -25,6 +25,7 @@ from llmpq.report.latency import kind_name
 from llmpq.report.layout import Fitting, Notes, broken_name, stacked, table_of
 from llmpq.report.plan_charts import front_beside
 from llmpq.report.plan_facts import PlanFacts, bits_of, facts_of, times_from
+from llmpq.report.quality import loss, loss_head, rise
 from llmpq.report.reasons import RESOURCES
 from planner.explanation.explain import StageLimits
 from planner.fleet.fleet_spec import FleetSpec
@@ -122,8 +123,8 @@ def _notes(plan: PlanSpec, facts: PlanFacts) -> list[str]:
         *(answer for _, answer in facts.answers),
         *facts.remarks,
         _SLOWEST if plan.latency is not None else f"predicted: {facts.predicted}; {_SLOWEST}",
-        quality.basis if plan.perplexity else f"expected quality: {quality.word} ({quality.basis})",
-        f"solver: {facts.searched}; {facts.priced}",
+        f"expected quality: {quality.word} ({quality.basis})",
+        f"solver: {facts.searched}" + (f"; {facts.priced}" if plan.beside.quality is None else ""),
         *times_from(plan),
         *([f"not used: {', '.join(plan.unused_devices)}"] if plan.unused_devices else []),
         *facts.baselines,
@@ -135,18 +136,18 @@ def _time_head(is_job: bool) -> str:
 
 
 def comparison_table(plan: PlanSpec) -> RenderableType:
-    heads = ("scheme", "bits", _time_head(plan.job is not None), "tokens/s", "sensitivity")
+    heads = ("scheme", "bits", _time_head(plan.job is not None), "tokens/s", loss_head(plan))
     p = plan.predicted
     used = sorted({bits for stage in plan.stages for bits in stage.bitwidths})
     speed = duration(p.latency_s), per_second(p.tokens_per_s)
-    rows = [("llmpq", "/".join(map(str, used)), *speed, number(plan.solver.sensitivity), "")]
+    rows = [("llmpq", "/".join(map(str, used)), *speed, loss(plan, plan.solver.sensitivity), "")]
     for b in plan.baselines:
         if b.latency_s is None or b.tokens_per_s is None or b.sensitivity is None:
             rows.append((b.name, "", "no plan with one bitwidth", "", "", ""))
             continue
         speed = duration(b.latency_s), per_second(b.tokens_per_s)
         faster = times(b.latency_s / p.latency_s)
-        rows.append((b.name, str(b.bitwidth or "mixed"), *speed, number(b.sensitivity), faster))
+        rows.append((b.name, str(b.bitwidth or "mixed"), *speed, loss(plan, b.sensitivity), faster))
     return Fitting("comparison", [partial(table_of, [*heads, "plan is faster"], rows)])
 
 
@@ -154,18 +155,20 @@ def front_table(
     points: Sequence[FrontPoint], is_job: bool = False, plan: PlanSpec | None = None
 ) -> RenderableType:
     """The Pareto front, fastest first, of a batch or job; with `plan` the front of its page."""
-    heads = ("theta", _time_head(is_job), "tokens/s", "sensitivity", "bits a layer")
+    is_known = all(point.divergence is not None for point in points)
+    lost = "perplexity" if is_known else "sensitivity"
+    heads = ("theta", _time_head(is_job), "tokens/s", lost, "bits a layer")
     rows = [
         (
             number(point.theta),
             duration(point.latency_s),
             per_second(point.tokens_per_s),
-            number(point.omega),
+            number(point.omega) if point.divergence is None else rise(point.divergence),
             mean_bits(point.bits),
         )
         for point in (points if plan is None else front_beside(plan, points))
     ]
-    return Fitting("latency against quality", [partial(table_of, heads, rows, ())])
+    return Fitting("latency against perplexity", [partial(table_of, heads, rows, ())])
 
 
 def latency_front_table(fronts: KindFronts) -> RenderableType:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.report import formatting
 from llmpq.report.latency import bound, kind_name
+from llmpq.report.quality import loss, loss_head
 from llmpq.version import llmpq_version
 from quant.common.errors import InputError, SpecError
 from quant.common.files import write_whole
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 FILTERS: dict[str, Callable[..., Any]] = {
     **{name: each for name, each in vars(formatting).items() if isfunction(each)},
     **{"bound": bound, "kind_name": kind_name, "isinf": math.isinf},
+    **{"loss": loss, "loss_head": loss_head},
 }
 """Functions that the templates call on values, under their own names."""
 

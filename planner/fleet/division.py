@@ -20,7 +20,8 @@ from planner.fleet.pricing import Priced
 from planner.plan.builder import build_plan
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec, StagePlan
-from planner.profiles.sensitivity import planned_importance
+from planner.profiles.perplexity_fit import with_quality
+from planner.profiles.sensitivity import Omega, planned_importance
 from planner.search.request import files_of_costs
 from quant.common.errors import InfeasibleError
 
@@ -166,7 +167,7 @@ def _free_blocks(
 def fleet_plans(
     cluster: ClusterSpec,
     source: str,
-    sensitivity_source: str,
+    omega: Omega,
     chosen: Sequence[Priced],
     placed: Iterable[Placing],
 ) -> Iterator[PlanSpec]:
@@ -178,7 +179,7 @@ def fleet_plans(
     for column, blocks in placed:
         priced = chosen[column]
         if column not in built:
-            built[column] = _example_plan(priced, source, sensitivity_source)
+            built[column] = _example_plan(priced, source, omega)
         used = list(chain.from_iterable(blocks))
         pairs = zip(priced.make_up, blocks, strict=True)
         kinds = {block.kind: devices[0] for block, devices in pairs}
@@ -197,9 +198,10 @@ def fleet_plans(
         )
 
 
-def _example_plan(priced: Priced, source: str, sensitivity_source: str) -> PlanSpec:
+def _example_plan(priced: Priced, source: str, omega: Omega) -> PlanSpec:
     costs = priced.costs
-    plan = build_plan(costs, source, priced.solution, sensitivity_source)
+    plan = build_plan(costs, source, priced.solution, omega.source)
+    plan = with_quality(plan, omega, plan.solver.sensitivity, None)
     return replace(plan, importance=planned_importance(plan, costs.options, costs.shape))
 
 

@@ -114,7 +114,7 @@ def _find(
         pricing.price(make_up)
     if not pricing.priced:
         raise _refusal(costs)
-    return _fleet(request, omega.source, pricing, *_chosen(request, pricing))
+    return _fleet(request, omega, pricing, *_chosen(request, pricing))
 
 
 def _refusal(costs: CostModel) -> InfeasibleError:
@@ -216,14 +216,14 @@ def _sensitivity(priced: Sequence[Priced], division: FleetDivision) -> float:
 
 def _fleet(
     request: FleetRequest,
-    omega_source: str,
+    omega: Omega,
     pricing: Pricing,
     division: FleetDivision,
     chosen: Sequence[Priced],
 ) -> FleetSpec:
     placed = place(division, [each.make_up for each in chosen], pricing.pools)
     cluster, job = request.cluster, request.job
-    plans = tuple(fleet_plans(cluster, request.source, omega_source, chosen, placed))
+    plans = tuple(fleet_plans(cluster, request.source, omega, chosen, placed))
     row_tokens = job.lengths.mean_output
     seconds = simulate_fleet(
         [(p.workload.global_batch, p.predicted.tokens_per_s / row_tokens) for p in plans], job

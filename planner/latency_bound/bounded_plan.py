@@ -31,7 +31,7 @@ from planner.plan.kv_copies import warned_of_heads
 from planner.plan.origin import origin_of
 from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec, Role, StagePlan
-from planner.profiles.perplexity_fit import perplexity_forecast
+from planner.profiles.perplexity_fit import with_quality
 from planner.profiles.sensitivity import Omega, planned_importance
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule, ScheduleKind
 from planner.search.remedies import naming_remedies
@@ -194,11 +194,10 @@ def _found(
     search = BoundedSearch(costs, request, clock)
     scheduled = search.within(request.limit_s)
     plan = bounded_plan(scheduled, costs, source, omega.source)
-    forecast = perplexity_forecast(omega, scheduled.placed.omega, planned.options.max_ppl_delta)
+    plan = with_quality(plan, omega, scheduled.placed.omega, planned.options.max_ppl_delta)
     return replace(
         plan,
         latency=latency_forecast(scheduled, search.evaluations),
-        perplexity=forecast,
         solver=replace(plan.solver, seconds=clock() - began),
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import astuple
-from typing import Annotated, Any
+from itertools import pairwise
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
@@ -173,6 +175,55 @@ class PerplexityForecast:
     max_omega: float | None = None
 
 
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class DivergenceScale:
+    """How summed sensitivities of a model read as KL divergence from it as its checkpoint has it,
+    in nats a token: `points` of both, ascending, with straight lines between them from 0 on; within
+    `factor` either way and `margin` nats. `basis`: perplexities or layers of this model that were
+    measured, else a calibration over others, of sensitivities without a unit or those of sizes.
+    """
+
+    points: tuple[tuple[Amount, Amount], ...]
+    factor: Annotated[float, Field(ge=1)]
+    margin: Amount
+    basis: Literal["perplexities", "layers", "no unit", "sizes"]
+    source: str
+
+    def __post_init__(self) -> None:
+        sums = [0.0, *(sensitivity for sensitivity, _ in self.points)]
+        if any(one >= other for one, other in pairwise(sums)):
+            raise ValueError("points must ascend by their sensitivity, from above 0 on")
+
+    def at(self, sensitivity: float) -> float:
+        before = (0.0, 0.0)
+        for point in self.points:
+            if sensitivity <= point[0]:
+                share = (sensitivity - before[0]) / (point[0] - before[0])
+                return before[1] + share * (point[1] - before[1])
+            before = point
+        return before[1] * sensitivity / before[0] if before[0] else 0.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class QualityForecast:
+    """What the bits of a plan are expected to cost: `divergence` in nats a token, between `low` and
+    `high`, which is the logarithm of the ratio of perplexities too: the model's, on text as it
+    would write it. `scale` reads other plans of the model by their sensitivity.
+    """
+
+    divergence: Amount
+    low: Amount
+    high: Amount
+    scale: DivergenceScale
+
+    @property
+    def perplexity_ratio(self) -> float:
+        return math.exp(self.divergence)
+
+
 @dataclass(frozen=True, config=STRICT)
 class PlannedImportance:
     """The `fingerprint` of the numbers, and the `file` that held them when the plan was made."""
@@ -193,7 +244,6 @@ class PlannedWeights:
 
 
 Count = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, config=STRICT)

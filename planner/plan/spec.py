@@ -38,6 +38,7 @@ from planner.plan.parts import (
     PlansBeside,
     Positive,
     Prediction,
+    QualityForecast,
     Rounding,
     Seconds,
 )
@@ -210,6 +211,7 @@ class PlanSpec(Saved):
     sensitivity_source: str
     baselines: tuple[Baseline, ...] = field(default_factory=tuple)
     perplexity: PerplexityForecast | None = None
+    quality: QualityForecast | None = None
     rounding: Rounding = ROUNDINGS[0]
     kv_bits: KvBits = FULL_BITS
     stand_in: Annotated[str, Field(min_length=1)] | None = None

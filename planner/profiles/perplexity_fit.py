@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.plan.parts import PerplexityForecast
+from planner.plan.parts import DivergenceScale, PerplexityForecast, QualityForecast
+from planner.plan.spec import PlanSpec
 from planner.profiles.sensitivity import Omega, WeighedPoint
 from quant.common.errors import SpecError
 
@@ -21,6 +22,9 @@ CONFIDENCE = 0.95
 LEAST_POINTS = 3
 _STANDARD_ERRORS = 2.0
 """Least increase, in its standard errors, of a point that is fitted."""
+
+_CORNERS, _LEAST_SHARE = 25, 1e-4
+"""Of a fit that is kept as straight lines: at most 2 % off between two."""
 
 _EXPONENTS = (0.5, 2.0)
 """Range of the exponent around 1, that of small noise, as few points close together say little."""
@@ -102,20 +106,53 @@ def omega_bound(omega: Omega, max_increase: float) -> float:
     return fit_perplexity(omega.points, f"sensitivity {omega.source}").omega_within(max_increase)
 
 
-def perplexity_forecast(
-    omega: Omega, summed: float, max_increase: float | None
-) -> PerplexityForecast | None:
+def with_quality(
+    plan: PlanSpec, omega: Omega, summed: float, max_increase: float | None
+) -> PlanSpec:
+    """The plan with what its bits, of sensitivity `summed`, are expected to cost."""
+    fit, scale = _fit_of(omega), omega.scale
+    if fit is not None:
+        increase, low, high = fit.forecast(summed)
+        perplexity = PerplexityForecast(
+            baseline=fit.baseline,
+            increase=increase,
+            low=low,
+            high=high,
+            points=fit.points,
+            max_increase=max_increase,
+            max_omega=None if max_increase is None else fit.omega_within(max_increase),
+        )
+        expected, low, high = (math.log1p(each / fit.baseline) for each in (increase, low, high))
+        quality = QualityForecast(expected, low, high, _fitted_scale(fit, summed, omega.source))
+        return replace(plan, perplexity=perplexity, quality=quality)
+    if scale is None:
+        return plan
+    nats = scale.at(summed)
+    margin = scale.margin if nats else 0.0
+    low, high = max(0.0, nats / scale.factor - margin), nats * scale.factor + margin
+    return replace(plan, quality=QualityForecast(nats, low, high, scale))
+
+
+def expected_divergence(omega: Omega, summed: float) -> float | None:
+    """What bits of sensitivity `summed` are expected to cost, in nats a token, if it is known."""
+    fit = _fit_of(omega)
+    if fit is not None:
+        return math.log1p(fit.forecast(summed)[0] / fit.baseline)
+    return None if omega.scale is None else omega.scale.at(summed)
+
+
+def _fit_of(omega: Omega) -> PerplexityFit | None:
     try:
-        fit = fit_perplexity(omega.points, omega.source)
-    except SpecError:
+        return fit_perplexity(omega.points, omega.source)
+    except SpecError:  # no points, or too few
         return None
-    increase, low, high = fit.forecast(summed)
-    return PerplexityForecast(
-        baseline=fit.baseline,
-        increase=increase,
-        low=low,
-        high=high,
-        points=fit.points,
-        max_increase=max_increase,
-        max_omega=None if max_increase is None else fit.omega_within(max_increase),
+
+
+def _fitted_scale(fit: PerplexityFit, summed: float, source: str) -> DivergenceScale:
+    """The curve as straight lines, with a corner where the plan is."""
+    shares = np.geomspace(_LEAST_SHARE, 1, _CORNERS)
+    sums = sorted({summed, *(shares * fit.largest_omega).tolist()} - {0.0})
+    points = [(each, math.log1p(fit.forecast(each)[0] / fit.baseline)) for each in sums]
+    return DivergenceScale(
+        tuple(points), max(fit.spread, fit.envelope), 0.0, "perplexities", source
     )

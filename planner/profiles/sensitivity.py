@@ -14,7 +14,7 @@ import numpy as np
 
 from planner.model.shape import ModelShape
 from planner.options import PlanOptions
-from planner.plan.parts import PlannedImportance
+from planner.plan.parts import DivergenceScale, PlannedImportance
 from planner.plan.spec import PlanSpec
 from planner.profiles.omega_file import (
     Matrix,
@@ -32,6 +32,9 @@ from quant.scheme import FULL_BITS
 
 REFERENCE_BITS = 4
 """Default sensitivities of all layers at this bitwidth sum to 1."""
+
+NATS = "nats a token"
+"""The unit of sensitivities that files name where they have one."""
 
 DEFAULT_SOURCE = "default: parameters x (2^b - 1)^-2"
 _KEYS = ("bits", "model_fingerprint", "matrix")
@@ -74,13 +77,16 @@ class WeighedPoint:
 @dataclass(frozen=True)
 class Omega:
     """Sensitivities `matrix` [L, K] of the bitwidths asked for, their source, and perplexities;
-    `experts` [L, K]: the part of the layers' experts in them, None where it was not measured.
+    `experts` [L, K]: the part of the layers' experts in them, None where it was not measured;
+    `in_nats`: they are nats a token; `scale` reads sums of them so.
     """
 
     matrix: Matrix
     source: str
     points: tuple[WeighedPoint, ...] = ()
     experts: Matrix | None = None
+    in_nats: bool = False
+    scale: DivergenceScale | None = None
 
     def beside_stored(self, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
         """What layers of a quantized `shape` lose beside what is stored, which is the reference:
@@ -165,8 +171,9 @@ def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) ->
         check_falling(chosen - experts, f"{path}, matrix - experts", bitwidths, rounded)
     measured = OmegaContent(tuple(bits), shape.fingerprint(), full)
     points = tuple(_points(content.get("points", []), path, measured))
-    source = f"{path}{_provenance_text(content.get('provenance'))}"
-    return Omega(chosen, source, points, experts)
+    told = content.get("provenance")
+    in_nats = isinstance(told, Mapping) and told.get("unit") == NATS
+    return Omega(chosen, f"{path}{_provenance_text(told)}", points, experts, in_nats)
 
 
 def save_omega(path: str | Path, content: OmegaContent) -> None:

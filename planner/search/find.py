@@ -16,7 +16,7 @@ from planner.plan.builder import build_plan
 from planner.plan.kv_copies import warned_of_heads
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec
-from planner.profiles.perplexity_fit import perplexity_forecast
+from planner.profiles.perplexity_fit import expected_divergence, with_quality
 from planner.profiles.sensitivity import planned_importance
 from planner.search.baselines import baseline_solution, baselines
 from planner.search.candidate_search import SearchTime
@@ -81,8 +81,8 @@ def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> 
     others = tuple(baselines(priced, SearchTime(time_left.next_s(), clock)))
     plan = build_plan(found, source, solution, omega.source, others)
     plan = replace(plan, beside=plans_beside(chosen, plan.predicted, time_left, clock))
-    forecast = perplexity_forecast(omega, plan.solver.sensitivity, options.max_ppl_delta)
-    return PricedPlan(replace(plan, perplexity=forecast), priced)
+    plan = with_quality(plan, omega, plan.solver.sensitivity, options.max_ppl_delta)
+    return PricedPlan(plan, priced)
 
 
 def _chosen(costs: CostModel, asked: PlanOptions, clock: Callable[[], float]) -> Chosen:
@@ -112,7 +112,8 @@ def _chosen(costs: CostModel, asked: PlanOptions, clock: Callable[[], float]) ->
 @dataclass(frozen=True, repr=False)
 class FrontPoint:
     """One plan of the front; plan with its `theta` to get it again. `objective_latency_s` is the
-    closed form that was optimised, `latency_s` the simulation's, `bits` the mean of a layer.
+    closed form that was optimised, `latency_s` the simulation's, `bits` the mean of a layer,
+    `divergence` in nats a token what `omega` is expected to be.
     """
 
     theta: float
@@ -122,6 +123,7 @@ class FrontPoint:
     in_flight: int
     omega: float
     bits: float
+    divergence: float | None = None
 
     def __repr__(self) -> str:
         return (
@@ -144,7 +146,7 @@ def trace_front(
 
 
 def _trace(request: PlanningRequest, most_points: int) -> tuple[FrontPoint, ...]:
-    costs, _ = costs_of(request)
+    costs, omega = costs_of(request)
     points = []
     for point in front(theta_solver(costs), most_points):
         points.append(
@@ -156,6 +158,7 @@ def _trace(request: PlanningRequest, most_points: int) -> tuple[FrontPoint, ...]
                 in_flight=point.plan.workload.global_batch,
                 omega=point.omega,
                 bits=costs.placing.mean_bits(point.plan.assignment),
+                divergence=expected_divergence(omega, point.omega),
             )
         )
     return tuple(points)

@@ -20,6 +20,7 @@ from planner.lengths import PlannedHeads, RequestLengths
 from planner.model.shape import ModelShape
 from planner.optimiser.problem import FloatArray
 from planner.options import AUTO, PlanOptions, kv_bits_of
+from planner.profiles.calibration import scale_of
 from planner.profiles.fit import FittedLatency, ProfiledLatency
 from planner.profiles.layer_terms import LayerTerms
 from planner.profiles.links import links_beside, links_path, sums_beside, sums_path
@@ -203,6 +204,8 @@ def omega_of(shape: ModelShape, options: PlanOptions) -> Omega:
         found = Omega(default_sensitivity(shape, options.bits), DEFAULT_SOURCE)
     else:
         found = load_omega(options.omega_file, shape, options.bits)
+    scale = scale_of(found, shape, options.rounding, options.bits)
+    found = replace(found, scale=scale)
     return found if shape.stored is None else found.beside_stored(shape, options.bits)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.plan.parts import JobForecast
+from planner.plan.parts import DivergenceScale, JobForecast
 from planner.plan.spec import PlanSpec
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202e"
@@ -28,6 +28,7 @@ def with_texts(plan: PlanSpec, text: str) -> PlanSpec:
         baselines=baselines,
         solver=solver,
         sensitivity_source=text,
+        quality=plan.quality and replace(plan.quality, scale=_of_text(plan.quality.scale, text)),
         unused_devices=(f"{text}-unused",),
         job=None if plan.job is None else _with_text(plan.job, text),
         beside=replace(
@@ -37,6 +38,10 @@ def with_texts(plan: PlanSpec, text: str) -> PlanSpec:
             ),
         ),
     )
+
+
+def _of_text(scale: DivergenceScale, text: str) -> DivergenceScale:
+    return replace(scale, basis="no unit", source=text)
 
 
 def _with_text(job: JobForecast, text: str) -> JobForecast:

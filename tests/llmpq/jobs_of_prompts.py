@@ -8,7 +8,15 @@ from functools import cache
 from llmpq import Cluster, Workload
 from planner.lengths import Lengths
 from planner.optimiser.problem import JobPasses
-from planner.plan.parts import JobForecast, MoreDevices, PlanChoice, PlansBeside, QualityChoice
+from planner.plan.parts import (
+    DivergenceScale,
+    JobForecast,
+    MoreDevices,
+    PlanChoice,
+    PlansBeside,
+    QualityChoice,
+    QualityForecast,
+)
 from planner.plan.spec import PlanSpec
 from planner.workload import Job
 
@@ -21,6 +29,7 @@ CURVE = (
     BALANCED,
     PlanChoice(128, 275.0, 2.4, 3.3),
 )
+SCALE = DivergenceScale(((1.0, 0.1),), 2.0, 0.0, "sizes", "default")  # a tenth of the sensitivity
 LENGTHS = Lengths((100, 300), (50, 150))  # 200 and 100 in the mean; slots of 450 tokens
 
 
@@ -59,6 +68,7 @@ def job_plan() -> PlanSpec:
         stages=tuple(replace(s, bitwidths=(8,) * len(s.layers)) for s in plan.stages),
         workload=replace(plan.workload, global_batch=96, prompt_length=300, new_tokens=150),
         solver=replace(plan.solver, sensitivity=0.21),
+        quality=QualityForecast(0.021, 0.0105, 0.042, SCALE),
         predicted=replace(plan.predicted, latency_s=980.0, tokens_per_s=306.0),
         job=job,
         beside=beside,

@@ -33,16 +33,16 @@ def drawn(plan: PlanSpec) -> ElementTree.Element:
 
 def test_every_plan_has_a_spot_in_both_panels_with_its_figures() -> None:
     circles = drawn(job_plan()).findall(f"{SVG}circle")
-    titles = [each[0].text or "" for each in circles]
+    titles = [plain(each[0].text or "") for each in circles]
     assert titles[: len(titles) // 2] == titles[len(titles) // 2 :]
     # Three of the curve, the two other qualities, and last, above all, the plan itself.
     assert titles[:6] == [
-        "32 in flight, 178 tokens/s, sensitivity 0.02, 9.0 bits a layer",
-        "64 in flight, 276 tokens/s, sensitivity 0.1, 7.0 bits a layer",
-        "128 in flight, 275 tokens/s, sensitivity 2.4, 3.3 bits a layer",
-        "high: 80 in flight, 281 tokens/s, sensitivity 0.12, 6.8 bits a layer",
-        "fast: 104 in flight, 310 tokens/s, sensitivity 0.9, 4.4 bits a layer",
-        "this plan and balanced: 96 in flight, 306 tokens/s, sensitivity 0.21, 8.0 bits a layer",
+        "32 in flight, 178 tokens/s, perplexity +0.2 %, 9.0 bits a layer",
+        "64 in flight, 276 tokens/s, perplexity +1 %, 7.0 bits a layer",
+        "128 in flight, 275 tokens/s, perplexity +27 %, 3.3 bits a layer",
+        "high: 80 in flight, 281 tokens/s, perplexity +1.2 %, 6.8 bits a layer",
+        "fast: 104 in flight, 310 tokens/s, perplexity +9.4 %, 4.4 bits a layer",
+        "this plan and balanced: 96 in flight, 306 tokens/s, perplexity +2.1 %, 8.0 bits a layer",
     ]
     assert [each.get("r") for each in circles].count("8") == 2
 
@@ -63,13 +63,13 @@ def test_spots_stand_in_proportion() -> None:
     assert x[96] - x[64] == pytest.approx(share * (x[128] - x[64]), abs=0.2)
     count = len(curve.plans)
     for panel, bottom, figure in (
-        (spots[:count], SPEED_Y[0], "tokens_per_s"),
-        (spots[count:], QUALITY_Y[0], "sensitivity"),
+        (spots[:count], SPEED_Y[0], lambda plan: plan.tokens_per_s),
+        (spots[count:], QUALITY_Y[0], lambda plan: math.expm1(plan.sensitivity / 10)),
     ):
-        most = max(curve.plans, key=lambda plan: float(getattr(plan, figure)))
+        most = max(curve.plans, key=figure)
         highest = bottom - panel[curve.plans.index(most)][1]
         for plan, (_, y) in zip(curve.plans, panel, strict=True):
-            part = getattr(plan, figure) / getattr(most, figure)
+            part = figure(plan) / figure(most)
             assert bottom - y == pytest.approx(part * highest, abs=0.2)
     line = picture.findall(f"{SVG}polyline")[0].get("points", "").split()
     assert [float(each.split(",")[0]) for each in line] == [x[n] for n in (32, 64, 96, 128)]
@@ -79,8 +79,8 @@ def test_numbers_of_the_axes_are_true_and_round() -> None:
     texts = [each.text for each in drawn(job_plan()).findall(f"{SVG}text")]
     title = texts.index("new tokens per second")
     assert texts[title + 1 : title + 5] == ["0", "100", "200", "300"]
-    title = texts.index("summed sensitivity (no unit; less is better)")
-    assert texts[title + 1 : title + 4] == ["0", "1", "2"]
+    title = texts.index("more perplexity, in % (less is better)")
+    assert texts[title + 1 : title + 4] == ["0", "10", "20"]
     counts = texts[: texts.index("prompts in flight")]
     assert {"32", "96", "128"} <= set(counts) <= {"32", "64", "80", "96", "104", "128"}
 

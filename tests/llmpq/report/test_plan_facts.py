@@ -10,18 +10,27 @@ import pytest
 
 from llmpq import Cluster
 from llmpq.report.answers import job_answers, job_remarks, menu, what_is_planned
-from llmpq.report.formatting import count, duration, per_second
+from llmpq.report.formatting import count, duration, per_second, plain
 from llmpq.report.page import report_page
-from llmpq.report.plan_facts import facts_of, quality_word, search_outcome
+from llmpq.report.plan_facts import facts_of, search_outcome
+from llmpq.report.quality import quality_word
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.lengths import Lengths
 from planner.options import PlanOptions
 from planner.plan.origin import origin_of
-from planner.plan.parts import MoreDevices, PerplexityForecast, PlanChoice, QualityChoice
+from planner.plan.parts import (
+    DivergenceScale,
+    MoreDevices,
+    PerplexityForecast,
+    PlanChoice,
+    PlannedWeights,
+    QualityChoice,
+    QualityForecast,
+)
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyName, PolicyOptions
 from planner.workload import Job
-from tests.llmpq.jobs_of_prompts import BALANCED, FAST, HIGH, LENGTHS, job_plan, small_plan
+from tests.llmpq.jobs_of_prompts import BALANCED, FAST, HIGH, LENGTHS, SCALE, job_plan, small_plan
 from tests.llmpq.report.pages import Page
 
 
@@ -33,32 +42,63 @@ def with_bits(bits: Sequence[int]) -> PlanSpec:
     return replace(plan, stages=(replace(stage, bitwidths=bitwidths),))
 
 
+def losing(nats: float, scale: DivergenceScale = SCALE) -> PlanSpec:
+    return replace(with_bits((8, 4)), quality=QualityForecast(nats, nats / 2, 2 * nats, scale))
+
+
 @pytest.mark.parametrize(
-    ("bits", "word"),
+    ("nats", "words"),
     [
-        ((16,), "that of 16 bit"),
-        ((16, 8), "close to 16 bit"),
-        ((16, 8, 4), "a little below 16 bit"),
-        ((8, 4, 4), "below 16 bit"),
-        ((8, 8, 8, 8, 4, 3), "below 16 bit"),
-        ((4, 3), "clearly below 16 bit"),
+        (0.0005, "less than 0.1 % more perplexity (+0.025 % to +0.1 %, a KL divergence of 0.0005 "),
+        (0.02, "about 2 % more perplexity (+1 % to +4.1 %, a KL divergence of 0.02 nats a token; "),
+        (0.12, "about 13 % more perplexity (+6.2 % to +27 %, a KL divergence of 0.12 nats a token"),
+        (1.0, "about 2.7 times the perplexity (+65 % to +639 %, a KL divergence of 1 nats a token"),
     ],
 )
-def test_quality_is_a_word_for_the_bits(bits: Sequence[int], word: str) -> None:
-    plan = with_bits(bits)
-    found = quality_word(plan)
-    assert found.word == word
-    counts = [each for stage in plan.stages for each in stage.bitwidths]
-    for each in set(bits):
-        assert f"{counts.count(each)} at {each} bit" in found.basis
-    assert ("llmpq indicator --perplexity" in found.basis) == (word != "that of 16 bit")
+def test_quality_is_told_in_perplexity_and_nats(nats: float, words: str) -> None:
+    found = quality_word(losing(nats))
+    assert plain(f"{found.word} ({found.basis}").startswith(words)
+    assert "6 at 8 bit and 6 at 4 bit of 12 layers" in found.basis
+    assert facts_of(losing(nats)).sentence.endswith(f"with {found.word} than the checkpoint.")
 
 
-def test_quality_is_in_perplexity_where_it_was_measured() -> None:
-    plan = replace(small_plan(), perplexity=PerplexityForecast(44.1, 0.123, 0.05, 0.23, 7))
-    assert quality_word(plan).word == "perplexity +0.123"
-    assert "+0.123 over 44.1 at 16 bit" in quality_word(plan).basis
-    assert facts_of(plan).sentence.endswith("with perplexity +0.123 expected.")
+def test_the_source_of_quality_is_named_and_what_measures_it() -> None:
+    asks = "llmpq indicator --model opt-125m --calibration TEXT -o omega.json measures it"
+    sizes = quality_word(losing(0.1)).basis
+    assert "not measured, estimated from other models" in sizes
+    assert asks in sizes
+    no_unit = quality_word(losing(0.1, replace(SCALE, basis="no unit", source="mine.json"))).basis
+    assert "mine.json has no unit" in no_unit
+    assert asks in no_unit
+    layers = quality_word(losing(0.1, replace(SCALE, basis="layers", source="mine.json"))).basis
+    assert layers.endswith("measured one by one: mine.json")
+    stored = PlannedWeights("4 bit (GPTQ)", 6, {8: 6})  # which alone cannot be measured
+    again = quality_word(replace(losing(0.1), weights=stored)).basis
+    assert "llmpq indicator --model FOLDER_AT_16_BIT --calibration" in again
+
+
+def test_what_is_not_rounded_is_as_the_checkpoint_has_it() -> None:
+    kept = replace(losing(0.1), weights=PlannedWeights("4 bit (GPTQ)", 12, {}))
+    for plan, why in ((with_bits((16,)), "nothing is quantized"), (kept, "nothing is rounded")):
+        found = quality_word(plan)
+        assert found.word == "as the checkpoint has it"
+        assert why in found.basis
+        assert "llmpq indicator" not in found.basis
+        assert facts_of(plan).sentence.endswith("its quality as the checkpoint has it.")
+
+
+def test_a_file_that_does_not_say_its_quality_asks_for_another_plan() -> None:
+    former = replace(losing(0.1), quality=None)
+    assert quality_word(former).word == "not known"
+    assert "plan again" in quality_word(former).basis
+    assert "sensitivity" in Page(report_page(former)).text
+
+
+def test_quality_that_was_measured_names_its_text() -> None:
+    measured = PerplexityForecast(44.1, 0.123, 0.05, 0.23, 7)
+    found = quality_word(replace(losing(0.0028), perplexity=measured))
+    assert plain(found.word) == "about 0.28 % more perplexity"
+    assert "+0.123 over 44.1 at 16 bit" in found.basis
 
 
 def test_the_verdict_stands_before_the_menu_and_the_menu_before_the_reasons() -> None:
@@ -75,7 +115,7 @@ def test_the_verdict_stands_before_the_menu_and_the_menu_before_the_reasons() ->
         )
     ]
     assert order == sorted(order)
-    assert "306 new tokens per second, at a quality close to 16 bit." in text
+    assert "306 new tokens per second, with about 2.1 % more perplexity than the" in plain(text)
 
 
 def test_what_makes_the_figures_uncertain_is_a_warning() -> None:
@@ -121,7 +161,7 @@ def changed(**fields: Any) -> PlanSpec:
 
 
 def texts(plan: PlanSpec) -> list[str]:
-    return [answer for _, answer in job_answers(plan)]
+    return [plain(answer) for _, answer in job_answers(plan)]
 
 
 def all_at(plan: PlanSpec, bits: int) -> PlanSpec:
@@ -132,7 +172,8 @@ def all_at(plan: PlanSpec, bits: int) -> PlanSpec:
 def test_five_questions_are_answered() -> None:
     assert texts(job_plan()) == [
         "3,000 prompts: 16 min 20 s at 306 tokens/s, 96 in flight (without loading)",
-        "quality: high 281 tokens/s, sensitivity 0.12; balanced (taken) 306, 0.21; fast 310, 0.9",
+        "quality: high 281 tokens/s, perplexity +1.2 %; balanced (taken) 306, +2.1 %; "
+        "fast 310, +9.4 %",
         "16 bit fits: 14 % slower, 48 in flight",
         "one more T4-16GB: 1.21 times the tokens/s; 2 more V100-SXM2-32GB: 1.35 times",
         # 980 s at 3.10 an hour; 980 s at 306 tokens/s are 299,880 tokens
@@ -146,14 +187,14 @@ def test_qualities_that_share_a_plan_are_named_once() -> None:
     same = tuple(QualityChoice(name, 1.0, BALANCED) for name in ("high", "balanced"))
     both = changed(qualities=(*same, QualityChoice("fast", 0.0, FAST)))
     assert texts(both)[1] == (
-        "quality: high and balanced (taken) 306 tokens/s, sensitivity 0.21; fast 310, 0.9"
+        "quality: high and balanced (taken) 306 tokens/s, perplexity +2.1 %; fast 310, +9.4 %"
     )
     every = changed(qualities=(*same, QualityChoice("fast", 0.0, BALANCED)))
     assert texts(every)[1] == (
-        "quality: high, balanced (taken) and fast 306 tokens/s, sensitivity 0.21"
+        "quality: high, balanced (taken) and fast 306 tokens/s, perplexity +2.1 %"
     )
     theta = changed(quality=None, qualities=(QualityChoice("high", 1.0, HIGH),))
-    assert texts(theta)[1] == "quality: high 281 tokens/s, sensitivity 0.12"
+    assert texts(theta)[1] == "quality: high 281 tokens/s, perplexity +1.2 %"
     assert not any("quality" in text for text in texts(changed(qualities=())))
 
 
@@ -267,11 +308,11 @@ def test_a_plan_that_another_one_beats_says_so() -> None:
         beside=replace(plan.beside, beaten_by=BALANCED),
     )
     sentence = (
-        "96 in flight would give 306 tokens/s (this plan 275) at sensitivity 0.21 (2.4): "
+        "96 in flight would give 306 tokens/s (this plan 275) at perplexity +2.1 % (+27 %): "
         "leave out --global_bz"
     )
-    assert job_remarks(slow)[0] == sentence
-    assert job_remarks(replace(slow, job=None)) == [sentence]
+    assert plain(job_remarks(slow)[0]) == sentence
+    assert [plain(each) for each in job_remarks(replace(slow, job=None))] == [sentence]
     assert not any("would give" in each for each in job_remarks(plan))
 
 
