@@ -35,7 +35,7 @@ EXPONENT = -0.22
 billion; `docs/quantization.md` names them."""
 
 _NATS: dict[str, dict[int, float]] = {
-    WEIGHTED: {3: 0.23, 4: 0.055, 8: 0.0009},
+    WEIGHTED: {3: 0.24, 4: 0.06, 8: 0.0007},
     "nearest": {3: 0.6, 4: 0.1, 8: 0.001},
     "stochastic": {3: 1.1, 4: 0.2, 8: 0.0015},
 }
