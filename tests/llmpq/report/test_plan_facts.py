@@ -321,7 +321,7 @@ def test_groups_that_bring_more_are_told_with_the_option_to_copy() -> None:
     grouped = replace(plan, beside=replace(plan.beside, grouped=FAST))
     assert (
         "devices of a node that share every layer would give 310 tokens/s (this plan 306) at "
-        "sensitivity 0.9 (0.21): --tensor_parallel auto"
+        "perplexity +9.4 % (+2.1 %): --tensor_parallel auto"
     ) in texts(grouped)
     assert ("in groups of devices", "--tensor_parallel auto") in [
         (course.name, course.how) for course in menu(grouped)
