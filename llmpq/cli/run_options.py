@@ -106,7 +106,7 @@ _SERVE_EXAMPLES = (
 _SERVE_GROUPS = {
     "plan and clients": "plan host port api_key_file served_model_name",
     "load": "replicas queue_limit drain_s",
-    "prompts: of requests that do not say": _PROMPTING,
+    "prompts and answers: of requests that do not say": f"{_PROMPTING} json_schema",
     "files and batches": "batch_dir file_limit_mib batch_dir_limit_gib",
     "cluster and weights": f"address model adapter adapters importance {_STAGES}",
     "schedule": "policy predictor save_predictor max_batch_size prefill_chunk_tokens "

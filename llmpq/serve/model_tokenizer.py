@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from actors.sampling_options import FORM
 from llmpq.rows.row import Row
 from llmpq.serve.access import log_fault
 from llmpq.serve.engine import FormError, GenerationError, PromptError, PromptTooLongError
@@ -63,6 +64,12 @@ class ModelTokenizer:
 
     def call_reading(self, options: Mapping[str, Any]) -> CallReading | None:
         return call_reading(options, self._tool_parser, self._of_job)
+
+    def check_form(self, form: str) -> None:
+        """Raise `SpecError` for the `form` of requests that ask for none where none can have it."""
+        why = self._encoder.process.kept_form(form).error if form else None
+        if why is not None:
+            raise SpecError(f"{FORM} {form!r:.80} cannot be kept: {why}")
 
     async def kept_form(self, form: str, has_begun: bool | None = None) -> str:
         kept = await self._encoder.kept_form(form, has_begun)

@@ -84,6 +84,7 @@ class PipelineEngine:
         self.call_reading = self.tokenizer.call_reading
         try:
             check()
+            self.tokenizer.check_form(found.structured_outputs)
             self.lengths = self._expected_lengths() if model.predicts else None
         except LlmpqError:
             self.tokenizer.close()

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import regex
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli.run_options import run_options, run_parser
 from llmpq.run.options import RunOptions
+from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
 from tests.llmpq.divided_plans import divided_plan
 from tests.paths import DEMO_MODEL
@@ -132,13 +134,14 @@ def test_a_jobs_form_that_cannot_be_kept_is_told_before_anything_runs(
 def test_answers_have_their_forms_under_all_policies_and_after_faults(
     plan: Plan, tmp_path: Path
 ) -> None:
-    """What samples is killed twice; under s3 all are expected to be short, and are preempted; at
-    last some stages prefill for others, and choose the first token.
+    """What samples is killed twice under orca and under s3, where all are expected to be short and
+    are preempted. Then by turns (RRA); at last some stages prefill for others, and choose the first
+    token.
     """
     killed: list[int] = []
 
     def kill(session: Any, done: int) -> None:
-        if done >= 6 * (len(killed) + 1) and len(killed) < 2:
+        if done in (6, 12):
             stage = session._shared.stages.of(plan.spec).stages[-1]
             pid = ray._private.state.actors()[stage.actor_ids[0]]["Pid"]
             os.kill(pid, signal.SIGKILL)
@@ -150,7 +153,9 @@ def test_answers_have_their_forms_under_all_policies_and_after_faults(
     trace.write_text("custom_id,expected_tokens\n" + "".join(f"{n},2\n" for n in range(24)))
     expected = answers(plan, nothing, policy="static")
     assert answers(plan, kill, policy="orca", prefill_chunk_tokens=3) == expected
-    assert len({*killed}) == 2
-    assert answers(plan, nothing, policy="s3", predictor=f"trace:{trace}") == expected
+    assert answers(plan, kill, policy="s3", predictor=f"trace:{trace}") == expected
+    assert len({*killed}) == 4
+    turns = PolicyOptions("exegpt", schedule=RequestSchedule("rra", 4, 9, 3, 3, 2, 8.0))
+    assert answers(Plan(replace(plan.spec, policy=turns)), nothing) == expected
     parts = divided_plan(DEMO_MODEL, (0.1,), (0.1,), lengths=(16, TOKENS), theta=1.0)
     assert answers(Plan(parts), nothing) == expected

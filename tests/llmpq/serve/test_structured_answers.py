@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -17,6 +17,7 @@ from llmpq.serve.options import ServeOptions
 from llmpq.serve.pipeline_engine import PipelineEngine
 from llmpq.serve.server import Server
 from llmpq.serve.service import Service
+from quant.common.errors import SpecError
 from tests.llmpq.conftest import ONE_DEVICE
 from tests.paths import DEMO_MODEL
 
@@ -41,14 +42,15 @@ class Pet(BaseModel):
     chip: int | None = Field(le=9, ge=0)
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> PipelineEngine:
+def served(tmp_path: Path, schema: dict[str, Any]) -> PipelineEngine:
+    """The demo model, with a schema for requests that ask for no form."""
     (tmp_path / "cluster.yaml").write_text(ONE_DEVICE.replace("0.01", "0.1"))
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     given = {"bits": [16], "dtype": "float32", "theta": 1.0}
     cluster = Cluster.from_yaml(tmp_path / "cluster.yaml")
     plan = cluster.plan(DEMO_MODEL, Workload(8, 32, 400), **given)
-    return PipelineEngine(plan.spec, RunOptions(chat_template=tmp_path / "t.jinja"))
+    options = RunOptions(chat_template=tmp_path / "t.jinja", json_schema=schema)
+    return PipelineEngine(plan.spec, options)
 
 
 async def ask(client: openai.AsyncOpenAI) -> None:
@@ -84,6 +86,11 @@ async def ask(client: openai.AsyncOpenAI) -> None:
         assert [(each.finish_reason, fits(each.text)) for each in made.choices] == [
             ("stop", True)
         ] * 2
+    plain = await client.completions.create(model=model, prompt="a")
+    assert json.loads(plain.choices[0].text) == {"a": 1}
+    text = {"response_format": {"type": "text"}}
+    free = await client.completions.create(model=model, prompt="a", max_tokens=4, extra_body=text)
+    assert "{" not in free.choices[0].text
     await call_tools(client, model)
     never = {"guided_json": {"type": "integer", "minimum": 5, "maximum": 4}}
     with pytest.raises(openai.BadRequestError, match="guided_json cannot be kept: Unsat"):
@@ -110,7 +117,14 @@ async def call_tools(client: openai.AsyncOpenAI, model: str) -> None:
             assert (each.finish_reason, each.message.content) == ("tool_calls", None)
 
 
-def test_the_client_of_openai_parses_every_answer(engine: PipelineEngine) -> None:
+def test_a_default_form_that_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"structured_outputs .* cannot be kept: Unsat"):
+        served(tmp_path, {"type": "integer", "minimum": 5, "maximum": 4})
+
+
+def test_the_client_of_openai_parses_every_answer(tmp_path: Path) -> None:
+    engine = served(tmp_path, {"const": {"a": 1}})
+
     async def scenario() -> None:
         server = Server(Service(engine, ServeOptions(port=0)))
         running = asyncio.create_task(server.serve())
