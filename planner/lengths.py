@@ -327,17 +327,28 @@ class LengthDistribution:
         chances = np.bincount(where, self.probabilities)
         return LengthDistribution(tuple(lengths.tolist()), tuple(chances.tolist()))
 
+    def strata(self, count: int) -> tuple[IntArray, FloatArray]:
+        """The class of each length [n] of so many with nearly equal shares, and these [count]."""
+        above = self._at_most_chances - np.array(self.probabilities) / 2
+        which = np.minimum((above * count).astype(np.int64), count - 1)
+        return which, np.asarray(np.bincount(which, self.probabilities, count), dtype=np.float64)
+
     def classes(self, count: int) -> tuple[tuple[float, float], ...]:
         """At most `count` mean lengths with nearly equal shares, which stand for all in a mean."""
-        above = np.cumsum(self.probabilities) - np.array(self.probabilities) / 2
-        which = np.minimum((above * count).astype(np.int64), count - 1)
-        shares = np.bincount(which, self.probabilities, count)
+        which, shares = self.strata(count)
         sums = np.bincount(which, np.multiply(self.lengths, self.probabilities), count)
         kept = np.flatnonzero(shares)
         return tuple(zip((sums[kept] / shares[kept]).tolist(), shares[kept].tolist(), strict=True))
 
     def drawn(self, count: int, generator: np.random.Generator) -> IntArray:
         chosen = generator.choice(self.lengths, size=count, p=np.array(self.probabilities))
+        return np.asarray(chosen, dtype=np.int64)
+
+    def spread(self, count: int, generator: np.random.Generator) -> IntArray:
+        """Lengths [count] in random order, each as often as its probability says, to one."""
+        shares = (generator.permutation(count) + generator.random(count)) / count
+        places = np.searchsorted(self._at_most_chances, shares, "right")
+        chosen = np.array(self.lengths)[np.minimum(places, len(self.lengths) - 1)]
         return np.asarray(chosen, dtype=np.int64)
 
 

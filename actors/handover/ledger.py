@@ -15,7 +15,13 @@ from typing import Literal
 from actors.messages import HostKey, Progress, Request
 from actors.schedule.request_slots import most_tokens
 from actors.schedule.scheduler import QueueSizes
-from planner.schedule.turns import SHORT_PROMPTS, evened, newcomers
+from planner.schedule.turns import (
+    SHORT_PROMPTS,
+    evened,
+    free_tokens,
+    newcomers,
+    that_fit,
+)
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
 
@@ -79,19 +85,11 @@ class PrefillPace:
         room = min(room, self._slots - present)
         texts = [len(request.prompt_ids) for request in waiting]
         even = evened(self._schedule, min(wanted, room), room, texts)
-        in_flight = load.prefilling + load.decoding
-        leaving = load.reserved * load.leaving / in_flight if in_flight else 0.0
-        host_tokens = self._host_tokens - load.host_tokens
-        kv_tokens = self._kv_tokens - load.reserved + leaving
-        taken = 0
-        for request in waiting[:even]:
-            host_tokens -= len(request.prompt_ids)
-            kv_tokens -= most_tokens(request)
-            is_alone = not (taken or in_flight)
-            if (host_tokens < 0 or kv_tokens < 0) and not is_alone:
-                break
-            taken += 1
-        return taken
+        in_flight, free = load.prefilling + load.decoding, self._host_tokens - load.host_tokens
+        tokens = free_tokens(self._kv_tokens, load.reserved, load.leaving, in_flight)
+        joining = waiting[:even]
+        taken = min(that_fit(texts[:even], free), that_fit(map(most_tokens, joining), tokens))
+        return max(taken, 0 if in_flight else min(even, 1))
 
 
 Place = Literal["waiting", "prefilling", "moving", "decoding"]

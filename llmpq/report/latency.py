@@ -58,6 +58,10 @@ def what_is_bounded(asked: LatencyForecast | BoundRequest) -> str:
     return f"{whole_percent(asked.quantile)} of requests within {bound(asked.bound_s)}"
 
 
+LEAST_ERROR = 5e-4
+"""Share of a latency from which on its error is told."""
+
+
 def bound(bound_s: float | None) -> str:
     return "any time" if bound_s is None else f"{bound_s:.6g}{SPACE}s"
 
@@ -68,9 +72,13 @@ def rates(forecast: LatencyForecast) -> str:
 
 
 def latencies(forecast: LatencyForecast) -> str:
-    """The latency at the quantile against the bound, and the mean."""
+    """The latency at the quantile with its error, against the bound, and the mean."""
+    error = forecast.latency_error_s / forecast.latency_s
+    within = seconds(forecast.latency_s)
+    if error >= LEAST_ERROR:
+        within += f" ± {100 * error:.1f}{SPACE}%"
     return (
-        f"{whole_percent(forecast.quantile)} of requests within {seconds(forecast.latency_s)} "
+        f"{whole_percent(forecast.quantile)} of requests within {within} "
         f"({bound(forecast.bound_s)} allowed), {seconds(forecast.mean_latency_s)} in the mean"
     )
 

@@ -85,6 +85,13 @@ class ScheduleSpace(ABC):
         """Summed sensitivity of the layers' bitwidths, in the mean of both sides."""
         return sum(each.omega for each in self.placements) / len(self.placements)
 
+    def rate_for(self, cost_s: float, theta: float) -> float:
+        """The requests per second with which the job costs so much here; inf where quality alone
+        does.
+        """
+        left_s = cost_s - theta * self.omega
+        return self.job.prompts / left_s if left_s > 0 else math.inf
+
     @property
     @abstractmethod
     def ranges(self) -> Sequence[range]: ...
@@ -173,6 +180,9 @@ PROGRESS = 1e-3
 
 MOST_TURNS = 6
 
+DOUBT = 0.25
+"""Share by which estimates of the cost of placements may be wrong beside each other."""
+
 FINALISTS = 5
 """Placements on which schedules are searched for, of those that are known: those with the best
 schedules on the diagonal of the box."""
@@ -202,7 +212,7 @@ class Alternation:
     """
 
     def __init__(self, planner: KindPlanner, search_time: SearchTime) -> None:
-        self._planner, self._search_time = planner, search_time
+        self._planner, self.search_time = planner, search_time
         self._pool: dict[Hashable, ScheduleSpace] = {}
         self._placed: dict[tuple[PlacingGoal, float], ScheduleSpace | None] = {}
         self._known: dict[Hashable, dict[ControlPoint, Performance]] = {}
@@ -222,17 +232,28 @@ class Alternation:
         """The best schedule found within the bound at this theta; None where none keeps it."""
         if not self._pool:
             for start in self._planner.starts():
-                if not self._search_time.is_over or self._is_needed(start, bound_s):
+                if not self.search_time.is_over or self._is_needed(start, bound_s):
                     self._place(start, theta)
         best = self._best_known(theta, bound_s)
         if best is None:
             return None
         best = self._descend(best.start, theta, bound_s, best)
         for start in best.placed.near(best.placed.schedule(best.point)):
-            if self._search_time.is_over:
+            if self.search_time.is_over:
                 break
             best = self._descend(start, theta, bound_s, best)
         return self._best_crossed(theta, bound_s, best)
+
+    def finalists(self, best: PlacedPoint, theta: float, bound_s: float) -> Iterator[PlacedPoint]:
+        """Yield `best` and the best points on other placements that are as good by estimates, or
+        nearly, the best ones first.
+        """
+        yield best
+        others = [each for each in self._pool.values() if each.key != best.placed.key]
+        found = (self._better(each, theta, bound_s, None) for each in others)
+        most_s = (1 + DOUBT) * best.cost_s(theta)
+        near = [each for each in found if each is not None and each.cost_s(theta) <= most_s]
+        yield from sorted(near, key=lambda each: each.cost_s(theta))[: FINALISTS - 1]
 
     def _is_needed(self, start: PlacingGoal, bound_s: float) -> bool:
         """Whether a start is taken however late it is: one of all bits, if none keeps the bound."""
@@ -264,7 +285,7 @@ class Alternation:
 
     def _best_crossed(self, theta: float, bound_s: float, best: PlacedPoint) -> PlacedPoint:
         for _ in range(MOST_TURNS):
-            if self._search_time.is_over:
+            if self.search_time.is_over:
                 break
             before = best
             for placed in self._crossed(before.placed):
@@ -282,7 +303,7 @@ class Alternation:
         key = start, theta
         if key not in self._placed:
             try:
-                placed = self._planner.placed(start, theta, self._search_time.next_s())
+                placed = self._planner.placed(start, theta, self.search_time.next_s())
             except InfeasibleError:
                 self._placed[key] = None
             else:
@@ -293,7 +314,7 @@ class Alternation:
         self, start: PlacingGoal, theta: float, bound_s: float, best: PlacedPoint
     ) -> PlacedPoint:
         for _ in range(MOST_TURNS):
-            if self._search_time.is_over:
+            if self.search_time.is_over:
                 return best
             placed = self._place(start, theta)
             found = None if placed is None else self._better(placed, theta, bound_s, best)
@@ -308,12 +329,9 @@ class Alternation:
     def _better(
         self, placed: ScheduleSpace, theta: float, bound_s: float, best: PlacedPoint | None
     ) -> PlacedPoint | None:
-        more_than = 0.0
-        if best is not None:
-            left_s = best.cost_s(theta) - theta * placed.omega
-            if left_s <= 0:
-                return None
-            more_than = placed.job.prompts / left_s
+        more_than = 0.0 if best is None else placed.rate_for(best.cost_s(theta), theta)
+        if math.isinf(more_than):
+            return None
         evaluated = Evaluations(self._performance(placed), bound_s, more_than)
         found = best_within(placed.ranges, evaluated)
         return None if found is None else self._candidate(placed, found)

@@ -18,7 +18,8 @@ import numpy as np
 from planner.cluster.spec import ClusterSpec
 from planner.costs.hosting import can_host
 from planner.costs.model import CostModel
-from planner.latency_bound.bounded_search import BoundedSearch, Scheduled
+from planner.latency_bound.bounded_search import BoundedSearch
+from planner.latency_bound.judged import Scheduled
 from planner.latency_bound.placed_layers import PlacedLayers
 from planner.latency_bound.schedules import BOUND, BoundRequest, cycle_of, job_of, most_in_group
 from planner.latency_bound.waa import prompts_in_flight
@@ -105,6 +106,7 @@ def latency_forecast(scheduled: Scheduled, evaluations: int) -> LatencyForecast:
         requests_per_s=rate,
         tokens_per_s=rate * request.lengths.outputs.mean,
         latency_s=scheduled.latency_s,
+        latency_error_s=scheduled.error_s,
         mean_latency_s=scheduled.observed.mean_latency_s,
         admission_wait_s=scheduled.admission_wait_s,
         evaluations=evaluations,

@@ -1,36 +1,27 @@
 """The search over kinds of schedules within a bound on latency, and at the quality that is wanted.
 
-Each kind is searched by estimates, then by timelines near the best. The estimates' latencies are
-off by some factor, which is measured where the search ends; then it goes on with the bound that
-much wider or tighter. What is found is simulated event by event, and where that does not keep the
-bound, the search goes on with a tighter one and for more requests.
+Each kind is searched by estimates, then by timelines on the best placements. The estimates'
+latencies are off by some factor, which is measured where the search ends; then it goes on with the
+bound that much wider or tighter. `planner.latency_bound.judged` judges by events what is found.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
-from math import ceil
+from dataclasses import replace
 
 from planner.costs.model import CostModel
 from planner.costs.stored_bytes import model_weight_bytes
-from planner.latency_bound.alternation import Alternation, KindPlanner, PlacedPoint, ScheduleSpace
-from planner.latency_bound.branch_and_bound import (
-    ControlPoint,
-    Evaluations,
-    best_within,
-)
+from planner.latency_bound.alternation import Alternation, KindPlanner, PlacedPoint
+from planner.latency_bound.judged import Judge, Scheduled
 from planner.latency_bound.rra import RraPlanner
 from planner.latency_bound.schedules import BOUND, BoundRequest
-from planner.latency_bound.simulate import ObservedRequests
-from planner.latency_bound.timeline import Performance
 from planner.latency_bound.waa import WaaPlanner
 from planner.model.tensor_parallel import hands_over
-from planner.options import AUTO, Quality, quality_of
-from planner.scheduling import RequestSchedule, ScheduleKind
+from planner.options import AUTO, PLAN_TIME, Quality, quality_of
+from planner.scheduling import ScheduleKind
 from planner.search.candidate_search import SearchTime
 from planner.search.fitting import misfit
 from planner.search.pareto import ThetaPoint, fastest_within
@@ -51,53 +42,13 @@ from quant.common.units import GIB
 MOST_CALIBRATIONS, CALIBRATED = 3, 0.02
 """How often the factor is measured at most, and the share by which it may still change."""
 
-
-CHECKS = ((1.0, 1.0), (0.998, 0.9), (0.99, 0.8), (0.98, 0.65), (0.95, 0.5), (0.9, 0.3), (0.8, 0.2))
-"""Shares of the bound, and of the requests that may be later, with which schedules are searched for
-one after the other until simulated events keep the bound."""
-
-HALVINGS = 6
-"""Simulations, each of a part of a second, where no timeline led to a schedule within the bound."""
-
-LEAST_LATE = 40
-"""Requests beyond the quantile that are to be expected in a simulation."""
+TIGHTER = (0.6,)
+"""Shares of the latency that was found for which schedules are looked for too, as placements for
+these may be the best ones: what is found for a bound is not to be worse than for a tighter one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Scheduled:
-    """A schedule where layers lie, the wait for a turn by its timeline, and what was `observed` by
-    events.
-    """
-
-    placed: ScheduleSpace
-    schedule: RequestSchedule
-    admission_wait_s: float
-    observed: ObservedRequests
-
-    @classmethod
-    def of(cls, placed: ScheduleSpace, schedule: RequestSchedule) -> Scheduled:
-        quantile = placed.request.quantile
-        observed = placed.observed(schedule, ceil(LEAST_LATE / (1 - quantile)))
-        wait_s = placed.timeline(schedule, quantile).admission_wait_s
-        return cls(placed, schedule, wait_s, observed)
-
-    @cached_property
-    def latency_s(self) -> float:
-        """Latency at the bounded quantile."""
-        return self.observed.latency_s(self.placed.request.quantile)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the whole job in its steady state."""
-        return self.placed.job.prompts / self.observed.requests_per_s
-
-    @property
-    def requests_per_s(self) -> float:
-        return self.observed.requests_per_s
-
-    def cost_s(self, theta: float) -> float:
-        """Seconds of the job, a unit of sensitivity counting as `theta`."""
-        return self.seconds + theta * self.placed.omega
+PART = 0.5
+"""Share of the time that the first search has of those that a quality needs."""
 
 
 class KindSearch:
@@ -105,92 +56,70 @@ class KindSearch:
 
     def __init__(self, planner: KindPlanner, search_time: SearchTime) -> None:
         self._alternation = Alternation(planner, search_time)
-        self._quantile, self._search_time = planner.request.quantile, search_time
-        self._simulated: dict[tuple[Hashable, ControlPoint], Scheduled] = {}
+        self._judge = Judge(lambda: self._search_time.is_over)
         self._factor = 1.0
-        self._known: dict[Hashable, dict[ControlPoint, Performance]] = {}
+
+    @property
+    def _search_time(self) -> SearchTime:
+        return self._alternation.search_time
 
     @property
     def evaluations(self) -> int:
-        return self._alternation.evaluations + sum(map(len, self._known.values()))
+        return self._alternation.evaluations + self._judge.evaluations
 
     @property
     def least(self) -> Scheduled | None:
         least = self._alternation.least
-        return None if least is None else self._scheduled(least.placed, least.point)
+        return None if least is None else self._judge.seen(least.placed, least.point, math.inf)
 
-    def best(self, theta: float, bound_s: float) -> Scheduled | None:
+    def kept(self, bound_s: float) -> Iterator[Scheduled]:
+        """Yield all schedules that were seen to keep a bound."""
+        return self._judge.kept(bound_s)
+
+    def best(self, theta: float, bound_s: float, search_time: SearchTime) -> Scheduled | None:
         """The best schedule found within the bound at this theta; None where none keeps it."""
-        found, below = self._calibrated(theta, bound_s), None
+        self._alternation.search_time = search_time
+        found = self._calibrated(theta, bound_s)
         if found is not None:
-            point = found.point
-            for share, late in CHECKS:
-                quantile = 1 - late * (1 - self._quantile)
-                refined = self._refined(found, share * bound_s, quantile)
-                if refined is None:
-                    break
-                point, best = refined, self._scheduled(found.placed, refined)
-                if best.latency_s <= bound_s:
-                    return best
-            below = kept_below(found.placed, point, bound_s, self._scheduled)
-        kept = [each for each in (below, self.least) if each and each.latency_s <= bound_s]
-        return min(kept, key=lambda each: each.cost_s(theta), default=None)
+            self._look_on(self._finalists(found, theta, bound_s), theta, bound_s)
+        best = self._best_seen(theta, bound_s)
+        if best is None and self.least is not None:
+            return self._best_seen(theta, bound_s)
+        return best
+
+    def _best_seen(self, theta: float, bound_s: float) -> Scheduled | None:
+        return min(self.kept(bound_s), key=lambda each: each.cost_s(theta), default=None)
+
+    def _finalists(self, found: PlacedPoint, theta: float, bound_s: float) -> Iterator[PlacedPoint]:
+        for share in TIGHTER:
+            if not self._search_time.is_over:
+                self._alternation.best(theta, share * found.performance.latency_s)
+        return self._alternation.finalists(found, theta, bound_s * self._factor)
+
+    def _look_on(self, finalists: Iterator[PlacedPoint], theta: float, bound_s: float) -> None:
+        best: Scheduled | None = None
+        for each in finalists:
+            placed = each.placed
+            more_than = 0.0 if best is None else placed.rate_for(best.cost_s(theta), theta)
+            if not math.isinf(more_than):
+                boxes = placed.around(each.point), placed.ranges
+                self._judge.look(placed, boxes, bound_s, more_than)
+            best = self._best_seen(theta, bound_s)
+            if best is not None and self._search_time.is_over:
+                return
 
     def _calibrated(self, theta: float, bound_s: float) -> PlacedPoint | None:
         found = self._alternation.best(theta, bound_s * self._factor)
         for _ in range(MOST_CALIBRATIONS):
             if found is None or math.isinf(bound_s) or self._search_time.is_over:
                 break
-            exact = self._exact(found.placed, found.point, self._quantile)
+            exact = self._judge.exact(found.placed, found.point)
             factor = found.performance.latency_s / exact.latency_s
             if abs(factor / self._factor - 1) < CALIBRATED:
                 break
             self._factor = factor
             found = self._alternation.best(theta, bound_s * factor) or found
         return found
-
-    def _refined(self, found: PlacedPoint, bound_s: float, quantile: float) -> ControlPoint | None:
-        placed = found.placed
-        evaluated = Evaluations(lambda point: self._exact(placed, point, quantile), bound_s)
-        for ranges in (placed.around(found.point), placed.ranges):
-            best = best_within(ranges, evaluated)
-            if best is not None:
-                return best
-        return None
-
-    def _exact(self, placed: ScheduleSpace, point: ControlPoint, quantile: float) -> Performance:
-        known = self._known.setdefault((placed.key, quantile), {})
-        if point not in known:
-            known[point] = placed.exact(point, quantile)
-        return known[point]
-
-    def _scheduled(self, placed: ScheduleSpace, point: ControlPoint) -> Scheduled:
-        key = placed.key, point
-        if key not in self._simulated:
-            self._simulated[key] = Scheduled.of(placed, placed.schedule(point))
-        return self._simulated[key]
-
-
-def kept_below(
-    placed: ScheduleSpace,
-    point: ControlPoint,
-    bound_s: float,
-    made: Callable[[ScheduleSpace, ControlPoint], Scheduled],
-) -> Scheduled | None:
-    """The schedule nearest to a too slow one, towards the least latency, that keeps the bound by
-    events: latency grows with every control. `made` says what a point reaches.
-    """
-    least = [each[0] for each in placed.ranges]
-    found, low, high = None, 0.0, 1.0
-    for _ in range(HALVINGS):
-        share = (low + high) / 2
-        tried = tuple(a + int(share * (b - a)) for a, b in zip(least, point, strict=True))
-        reached = made(placed, tried)
-        if reached.latency_s <= bound_s and placed.has_room(reached.schedule):
-            found, low = reached, share
-        else:
-            high = share
-    return found
 
 
 def bound_not_met(request: BoundRequest, least_s: float, kind: str) -> BoundNotMetError:
@@ -252,7 +181,7 @@ class BoundedSearch:
     def __init__(self, costs: CostModel, request: BoundRequest, clock: Callable[[], float]) -> None:
         assert costs.job is not None, "schedules are planned for a job"
         self._costs, self._job, self._request, self._clock = costs, costs.job, request, clock
-        self._search_time = SearchTime(costs.options.search_time_limit, clock)
+        self._search_time = SearchTime(PLAN_TIME * costs.options.search_time_limit, clock)
         self._kinds_of_bits: dict[tuple[int, ...], dict[ScheduleKind, KindSearch]] = {}
 
     @property
@@ -288,22 +217,29 @@ class BoundedSearch:
         if quality is not None:
             return self._of_quality(quality, bound_s)
         if options.max_omega is None:
-            return self.at(self._costs.theta, bound_s)
+            return self._of_theta(self._costs.theta, bound_s)
         point, _ = fastest_within(
             lambda theta: self._point(theta, bound_s), options.max_omega, self._search_time
         )
         return point.plan
 
     def at(
-        self, theta: float, bound_s: float, usable_bits: tuple[int, ...] | None = None
+        self,
+        theta: float,
+        bound_s: float,
+        usable_bits: tuple[int, ...] | None = None,
+        share: float = 1.0,
     ) -> Scheduled:
-        """The best schedule of all kinds at one theta, with layers of these bits (None: of all)."""
+        """The best schedule of all kinds at one theta, with layers of these bits (None: of all), in
+        such a share of the time that is left.
+        """
         kinds = self._kinds(usable_bits or self._costs.bits)
+        search_time = self._search_time.part(share)
         kept = list[Scheduled]()
-        for each in kinds.values():
-            if kept and self._search_time.is_over:
+        for left, each in zip(range(len(kinds), 0, -1), kinds.values(), strict=True):
+            if kept and search_time.is_over:
                 break
-            best = each.best(theta, bound_s)
+            best = each.best(theta, bound_s, search_time.part(1 / left))
             kept += [] if best is None else [best]
         if not kept:
             raise _NoScheduleError(f"no schedule within {bound_s:g} s")
@@ -324,15 +260,44 @@ class BoundedSearch:
         return self._kinds_of_bits[bits]
 
     def _point(
-        self, theta: float, bound_s: float, usable_bits: tuple[int, ...] | None = None
+        self,
+        theta: float,
+        bound_s: float,
+        usable_bits: tuple[int, ...] | None = None,
+        share: float = 1.0,
     ) -> ThetaPoint[Scheduled]:
-        best = self.at(theta, bound_s, usable_bits)
-        return ThetaPoint(theta, best.seconds, best.placed.omega, 0.0, best, best.seconds)
+        return _theta_point(theta, self.at(theta, bound_s, usable_bits, share))
+
+    def _of_theta(self, theta: float, bound_s: float) -> Scheduled:
+        """The schedule of least cost at a theta, of those near 16 bit too: with fewer choices these
+        may lead to better ones.
+        """
+        self.at(theta, bound_s, share=PART)
+        if not self._search_time.is_over:
+            with suppress(_NoScheduleError):
+                self.at(theta, bound_s, next(bits_by_quality(self._costs.bits)))
+        return min(self._seen(bound_s), key=lambda each: each.cost_s(theta))
+
+    def _seen(
+        self, bound_s: float, usable_bits: tuple[int, ...] | None = None
+    ) -> Iterator[Scheduled]:
+        """Yield all schedules that were seen to keep the bound, with layers of these bits."""
+        for kinds in self._kinds_of_bits.values():
+            for search in kinds.values():
+                for each in search.kept(bound_s):
+                    placed = each.placed.placements
+                    if usable_bits is None or all(
+                        has_only(usable_bits, self._costs, one.solution) for one in placed
+                    ):
+                        yield each
 
     def _of_quality(self, quality: Quality, bound_s: float) -> Scheduled:
         """The schedule of a quality; a bound that none near 16 bit keeps asks for fewer bits."""
-        fast = self._point(TIE_BREAK * seconds_per_sensitivity(self._costs), bound_s)
-        if quality == "fast" or not fast.omega:
+        theta = TIE_BREAK * seconds_per_sensitivity(self._costs)
+        if quality == "fast":
+            return self._of_theta(theta, bound_s)
+        fast = self._point(theta, bound_s, share=PART)
+        if not fast.omega:
             return fast.plan
         for bits in bits_by_quality(self._costs.bits):
 
@@ -341,14 +306,22 @@ class BoundedSearch:
             ) -> ThetaPoint[Scheduled]:
                 return self._point(theta, bound_s, bits)
 
-            placed = fast.plan.placed.placements
-            is_usable = all(has_only(bits, self._costs, each.solution) for each in placed)
-            if is_usable and self._search_time.is_over:
-                return fast.plan
-            with suppress(_NoScheduleError):
-                balanced = solve(theta_of_tenth(fast))
-                found = [balanced, fast] if is_usable else [balanced]
-                if quality == "high" and balanced.omega and not self._search_time.is_over:
-                    found += towards_high(solve, balanced, slowest_high_s(found))
-                return best_by_rules(fast, found)[quality].plan
+            def found(bits: tuple[int, ...] = bits) -> list[ThetaPoint[Scheduled]]:
+                return [_theta_point(fast.theta, each) for each in self._seen(bound_s, bits)]
+
+            known = found()
+            if not (known and self._search_time.is_over):
+                with suppress(_NoScheduleError):
+                    balanced = solve(theta_of_tenth(fast))
+                    if quality == "high" and balanced.omega:
+                        steps = towards_high(solve, balanced, slowest_high_s(found()))
+                        while not self._search_time.is_over and next(steps, None) is not None:
+                            pass
+                known = found()
+            if known:
+                return best_by_rules(fast, known)[quality].plan
         return fast.plan
+
+
+def _theta_point(theta: float, found: Scheduled) -> ThetaPoint[Scheduled]:
+    return ThetaPoint(theta, found.seconds, found.placed.omega, 0.0, found, found.seconds)

@@ -6,19 +6,13 @@ they run.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 from planner.cluster.groups import grouped_cluster
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.latency_bound.bounded_plan import latency_forecast
-from planner.latency_bound.bounded_search import (
-    CHECKS,
-    Scheduled,
-    bound_not_met,
-    kept_below,
-)
-from planner.latency_bound.branch_and_bound import ControlPoint, Evaluations, best_within
+from planner.latency_bound.bounded_search import bound_not_met
+from planner.latency_bound.judged import Judge, Scheduled
 from planner.latency_bound.placed_layers import PhaseDivision, PlacedLayers
 from planner.latency_bound.rra import RraSpace
 from planner.latency_bound.schedules import PROMPTS, BoundRequest, most_in_group, sampled_lengths
@@ -140,6 +134,9 @@ class RunningWaa(WaaSpace):
 
     sizes: RunningSizes
 
+    def _reservable_tokens(self, schedule: RequestSchedule) -> int:
+        return self.sizes.reservable_tokens
+
     def _of(self, requests: int) -> RequestSchedule:
         fastest = super()._of(requests)
         least = -(-fastest.most_in_flight // self.sizes.decode_micro_batch)
@@ -205,43 +202,20 @@ def _best(stages: RunningSpace, now: RequestSchedule) -> tuple[Scheduled, int]:
     """The best schedule, or the present one where as fast within the bound, and how many points
     were evaluated.
     """
-    request = stages.request
-    found, evaluations = _searched(stages)
+    limit_s, judge = stages.request.limit_s, Judge()
+    judge.look(stages, (stages.ranges,), limit_s)
+    kept = list(judge.kept(limit_s))
     if stages.has_room(now):
-        present = Scheduled.of(stages, now)
-        keeps = present.latency_s <= request.limit_s
-        if keeps and (found is None or present.seconds <= found.seconds):
-            found = present
-    if found is None:
-        least = stages.schedule(tuple(each[0] for each in stages.ranges))
-        if not stages.has_room(least):
-            raise InfeasibleError(
-                "the token slots of the stages have no room for the longer requests"
-            )
-        found = Scheduled.of(stages, least)
-    if found.latency_s > request.limit_s:
+        present = Scheduled.of(stages, now, limit_s)
+        if present.latency_s <= limit_s:
+            kept.insert(0, present)
+    if kept:
+        return min(kept, key=lambda each: each.seconds), judge.evaluations
+    least = stages.schedule(tuple(each[0] for each in stages.ranges))
+    if not stages.has_room(least):
+        raise InfeasibleError("the token slots of the stages have no room for the longer requests")
+    found = Scheduled.of(stages, least)
+    if found.latency_s > limit_s:
         kind = f"{stages.kind}, with layers where they are"
-        raise bound_not_met(request, found.latency_s, kind)
-    return found, evaluations
-
-
-def _searched(stages: RunningSpace) -> tuple[Scheduled | None, int]:
-    """What branch and bound finds by timelines: a second is enough where there is one placement."""
-    request, evaluations = stages.request, 0
-    point: ControlPoint | None = None
-    for share, late in CHECKS:
-        quantile, bound_s = 1 - late * (1 - request.quantile), share * request.limit_s
-        evaluated = Evaluations(partial(stages.exact, quantile=quantile), bound_s)
-        best = best_within(stages.ranges, evaluated)
-        evaluations += evaluated.count
-        if best is None:
-            break
-        point, found = best, Scheduled.of(stages, stages.schedule(best))
-        if found.latency_s <= request.limit_s:
-            return found, evaluations
-    if point is None:
-        return None, evaluations
-    kept = kept_below(
-        stages, point, request.limit_s, lambda _, each: Scheduled.of(stages, stages.schedule(each))
-    )
-    return kept, evaluations
+        raise bound_not_met(stages.request, found.latency_s, kind)
+    return found, judge.evaluations

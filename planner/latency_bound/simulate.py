@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from math import ceil
+from itertools import islice, pairwise
+from math import ceil, sqrt
 
 import numpy as np
 
@@ -20,13 +20,26 @@ from planner.latency_bound.waa_sides import (
     WaaRun,
     WaaSides,
 )
-from planner.lengths import FloatArray, RequestLengths
+from planner.lengths import (
+    SUM_TOLERANCE,
+    FloatArray,
+    IntArray,
+    LengthDistribution,
+    RequestLengths,
+)
 from planner.schedule.exegpt import DecodingRequests, RraSchedule
 from planner.schedule.passes import JobRows, TurnSizes
-from planner.schedule.turns import evened
+from planner.schedule.turns import evened, free_tokens, that_fit
 from planner.scheduling import RequestSchedule
 
-_DRAWN_AT_ONCE = 4096
+_EVEN = 1024
+"""Successive requests whose lengths are as frequent as in the distribution, to one request: latency
+goes by an answer's length, and of 4,000 that are drawn each for itself 29 to 52 are among the
+longest 1 %, so that long tails had it up to a quarter too long."""
+
+_STRATA, _ERROR_PARTS = 200, 5
+"""Classes of answers by length that are equally frequent, and parts of what was seen by which its
+error is stated."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,36 +57,67 @@ class RequestQueue:
         self.lengths, self._generator = lengths, generator
         self._waiting: deque[DrawnRequest] = deque()
 
-    def take(self, schedule: RequestSchedule, wanted: int, most: int) -> list[DrawnRequest]:
-        """Take about `wanted` requests, at most `most`, with even prompts (ExeGPT section 5.2)."""
+    def front(self, schedule: RequestSchedule, wanted: int, most: int) -> list[DrawnRequest]:
+        """About `wanted` requests, at most `most`, with even prompts (ExeGPT section 5.2)."""
         while len(self._waiting) < most:
-            self._waiting += drawn_requests(self.lengths, _DRAWN_AT_ONCE, self._generator)
-        prompts = [each.prompt for each in islice(self._waiting, most)]
-        count = evened(schedule, wanted, most, prompts)
+            self._waiting += drawn_requests(self.lengths, _EVEN, self._generator)
+        first = list(islice(self._waiting, most))
+        return first[: evened(schedule, wanted, most, [each.prompt for each in first])]
+
+    def take(self, count: int) -> list[DrawnRequest]:
         return [self._waiting.popleft() for _ in range(count)]
 
 
 def drawn_requests(
     lengths: RequestLengths, count: int, generator: np.random.Generator
 ) -> list[DrawnRequest]:
-    prompts = lengths.prompts.drawn(count, generator).tolist()
-    outputs = lengths.outputs.drawn(count, generator).tolist()
-    return list(map(DrawnRequest, prompts, outputs))
+    """Requests with prompts and answers each in random order, even in every `_EVEN` of them."""
+    found: list[DrawnRequest] = []
+    while len(found) < count:
+        prompts, outputs = (
+            each.spread(_EVEN, generator).tolist() for each in (lengths.prompts, lengths.outputs)
+        )
+        found += map(DrawnRequest, prompts, outputs)
+    return found[:count]
 
 
 @dataclass(frozen=True, eq=False)
 class ObservedRequests:
-    """Seen after a warm-up: `latencies_s`, and how many came, as many as ended, a second."""
+    """Seen after a warm-up: how many came, as many as ended, a second, and `latencies_s` in the
+    order in which they ended. Their answers are of `strata`, each of which counts as it is
+    `frequent`, and not as it was drawn.
+    """
 
     requests_per_s: float
     latencies_s: FloatArray
+    strata: IntArray
+    frequent: FloatArray
 
     @property
     def mean_latency_s(self) -> float:
-        return float(self.latencies_s.mean())
+        return float(self._weights(self.strata) @ self.latencies_s)
 
     def latency_s(self, quantile: float) -> float:
-        return float(np.quantile(self.latencies_s, quantile))
+        """The least latency that at least this share of requests does not exceed."""
+        return self._latency_s(quantile, slice(None))
+
+    def latency_error_s(self, quantile: float) -> float:
+        """Two standard errors of it, by parts that ended one after the other."""
+        ends = np.linspace(0, len(self.latencies_s), _ERROR_PARTS + 1).astype(np.int64).tolist()
+        parts_s = [self._latency_s(quantile, slice(*each)) for each in pairwise(ends)]
+        return 2 * float(np.std(parts_s, ddof=1)) / sqrt(_ERROR_PARTS)
+
+    def _latency_s(self, quantile: float, part: slice) -> float:
+        latencies_s, weights = self.latencies_s[part], self._weights(self.strata[part])
+        order = np.argsort(latencies_s)
+        place = np.searchsorted(np.cumsum(weights[order]), quantile - SUM_TOLERANCE)
+        return float(latencies_s[order[min(int(place), len(order) - 1)]])
+
+    def _weights(self, strata: IntArray) -> FloatArray:
+        """What each request counts, in all 1."""
+        seen = np.bincount(strata, minlength=len(self.frequent))
+        weights = (self.frequent / np.maximum(seen, 1))[strata]
+        return np.asarray(weights / weights.sum())
 
 
 class RequestWatch:
@@ -87,6 +131,7 @@ class RequestWatch:
         self._from_s: float | None = None
         self._to_s: float | None = None
         self._latencies_s: list[float] = []
+        self._answers: list[int] = []
 
     @property
     def requests(self) -> int:
@@ -115,13 +160,15 @@ class RequestWatch:
             if request.noted:
                 self._pending -= 1
                 self._latencies_s.append(now_s - request.began_s)
+                self._answers.append(request.output)
 
-    def observed(self) -> ObservedRequests:
+    def observed(self, outputs: LengthDistribution) -> ObservedRequests:
         assert self._from_s is not None
         assert self._to_s is not None
-        return ObservedRequests(
-            self._noted / (self._to_s - self._from_s), np.array(self._latencies_s)
-        )
+        rate = self._noted / (self._to_s - self._from_s)
+        stratum_of, frequent = outputs.strata(_STRATA)
+        strata = stratum_of[np.searchsorted(outputs.lengths, self._answers)]
+        return ObservedRequests(rate, np.array(self._latencies_s), strata, frequent)
 
 
 class PipelineOfRequests:
@@ -211,7 +258,7 @@ def simulate_rra(
         watch.begin(newcomers, at_s, run.turn == (0, begun))
         begun += each.requests
         backs_s.append(pipeline.prefill([each.prompt for each in newcomers], at_s))
-    return watch.observed()
+    return watch.observed(lengths.outputs)
 
 
 def _queued(lengths: RequestLengths, schedule: RequestSchedule) -> int:
@@ -221,18 +268,43 @@ def _queued(lengths: RequestLengths, schedule: RequestSchedule) -> int:
 
 
 def simulate_waa(
-    sides: WaaSides, schedule: RequestSchedule, watch: RequestWatch, generator: np.random.Generator
+    sides: WaaSides,
+    schedule: RequestSchedule,
+    watch: RequestWatch,
+    generator: np.random.Generator,
+    n_slots: int | None = None,
 ) -> ObservedRequests:
     """Simulate what the runtime does from empty stages; latencies count from a prefill's
-    submission.
+    submission. Requests reserve token slots as in `simulate_rra`.
     """
     handover, queue = sides.handover, RequestQueue(sides.lengths, generator)
-    prefill = _DrawnPrefills(sides.prefill, handover.keep, queue, schedule, watch)
-    decode = _DrawnDecodes(sides.decode, handover.restore, prefill.going, schedule, watch)
+    slots = TokenSlots(sides.lengths.outputs.longest, n_slots)
+    prefill = _DrawnPrefills(sides.prefill, handover.keep, queue, schedule, watch, slots)
+    decode = _DrawnDecodes(sides.decode, handover.restore, prefill.going, schedule, watch, slots)
     run = WaaRun(schedule, prefill, decode, handover.sent_s)
     while not watch.done:
         run.advance()
-    return watch.observed()
+    return watch.observed(sides.lengths.outputs)
+
+
+@dataclass
+class TokenSlots:
+    """Token slots where requests decode, which reserve them for the `longest` answer: `begun` of
+    all that have begun, `decoding` of those there. `n_slots` None: enough for all.
+    """
+
+    longest: int
+    n_slots: int | None
+    begun: int = 0
+    decoding: int = 0
+
+    def needs(self, requests: Iterable[DrawnRequest]) -> list[int]:
+        return [each.prompt + self.longest for each in requests]
+
+    def end(self, requests: Sequence[DrawnRequest], decoded: bool) -> None:
+        tokens = sum(self.needs(requests))
+        self.begun -= tokens
+        self.decoding -= tokens if decoded else 0
 
 
 class _DrawnPrefills(PrefillSide):
@@ -245,8 +317,10 @@ class _DrawnPrefills(PrefillSide):
         queue: RequestQueue,
         schedule: RequestSchedule,
         watch: RequestWatch,
+        slots: TokenSlots,
     ) -> None:
         super().__init__(schedule, queue.lengths.prompts.longest, times.stages)
+        self._slots = slots
         self._pipeline = PipelineOfRequests(times, keep)
         self._schedule, self._queue, self._watch = schedule, queue, watch
         self._waits: deque[DrawnRequest] = deque()
@@ -254,7 +328,14 @@ class _DrawnPrefills(PrefillSide):
         self.going: deque[DrawnRequest] = deque()
 
     def next_turn(self, wanted: int, room: int) -> Sequence[int]:
-        taken = self._queue.take(self._schedule, wanted, room)
+        first, slots = self._queue.front(self._schedule, wanted, room), self._slots
+        needs = slots.needs(first)
+        count = len(first)
+        if slots.n_slots is not None:
+            free = free_tokens(slots.n_slots, slots.begun, self.leaving, self.in_flight)
+            count = max(that_fit(needs, free), 0 if self.in_flight else min(count, 1))
+        slots.begun += sum(needs[:count])
+        taken = self._queue.take(count)
         self._waits.extend(taken)
         return [each.prompt for each in taken]
 
@@ -264,12 +345,15 @@ class _DrawnPrefills(PrefillSide):
         going = [each for each in taken if each.output > 1]
         self.going.extend(going)
         self._ending.append([each for each in taken if each.output == 1])
-        back_s = self._pipeline.prefill(prompts, now_s, [each.prompt for each in going])
+        # which answers will end at once is not known
+        kept = prompts if self._queue.lengths.outputs.longest > 1 else ()
+        back_s = self._pipeline.prefill(prompts, now_s, kept)
         return back_s, [each.output > 1 for each in taken]
 
     def take_back(self) -> PromptBatch:
-        batch = super().take_back()
-        self._watch.end(self._ending.popleft(), batch.back_s)
+        batch, ending = super().take_back(), self._ending.popleft()
+        self._watch.end(ending, batch.back_s)
+        self._slots.end(ending, decoded=False)
         return batch
 
 
@@ -283,15 +367,23 @@ class _DrawnDecodes(DecodeSide[DecodingRequests[DrawnRequest]]):
         going: deque[DrawnRequest],
         schedule: RequestSchedule,
         watch: RequestWatch,
+        slots: TokenSlots,
     ) -> None:
-        most = schedule.most_in_flight
+        most, self._slots = schedule.most_in_flight, slots
         in_group = -(-most // schedule.decode_micro_batches)
         super().__init__([DecodingRequests() for _ in range(-(-most // in_group))], in_group)
         self._pipeline = PipelineOfRequests(times, restore)
         self._going, self._watch = going, watch
 
+    def fitting(self, joining: int) -> int:
+        if self._slots.n_slots is None:
+            return joining
+        needs = self._slots.needs(islice(self._going, joining))
+        return that_fit(needs, self._slots.n_slots - self._slots.decoding)
+
     def step(self, group: DecodingRequests[DrawnRequest], joining: int, now_s: float) -> float:
         new = [self._going.popleft() for _ in range(joining)]
+        self._slots.decoding += sum(self._slots.needs(new))
         for each in new:
             group.join(each, each.prompt, each.output - 1)
         restored = [each.prompt for each in new]
@@ -300,4 +392,5 @@ class _DrawnDecodes(DecodeSide[DecodingRequests[DrawnRequest]]):
     def end(self, group: DecodingRequests[DrawnRequest], now_s: float) -> int:
         ended = group.step()
         self._watch.end(ended, now_s)
+        self._slots.end(ended, decoded=True)
         return len(ended)

@@ -169,7 +169,11 @@ class WaaSpace(ScheduleSpace):
 
     def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
         watch = RequestWatch(SETTLING * schedule.decode_requests, count)
-        return simulate_waa(self.sides, schedule, watch, np.random.default_rng(0))
+        generator, n_slots = np.random.default_rng(0), self._reservable_tokens(schedule)
+        return simulate_waa(self.sides, schedule, watch, generator, n_slots)
+
+    def _reservable_tokens(self, schedule: RequestSchedule) -> int:
+        return self.decode.costs.in_flight(self.job, schedule.most_in_flight).reservable_tokens
 
     def start(self, schedule: RequestSchedule) -> PlacingGoal:
         """To place layers again; a side faster than it need be may have more bits, and counts

@@ -43,6 +43,7 @@ class PrefillSide(ABC):
         self._sizes = PrefillSizes.of(schedule, longest)
         self.stages = stages
         self.requests = 0
+        self.leaving = self.in_flight = 0  # as a turn begins
         self._waiting: deque[int] = deque()
         self._waiting_tokens = 0
         self._under_way: deque[PromptBatch] = deque()
@@ -104,6 +105,10 @@ class DecodeSide(ABC, Generic[Group]):
     def step(self, group: Group, joining: int, now_s: float) -> float:
         """Have so many requests join a group, and submit its step; returns when that is back."""
 
+    def fitting(self, joining: int) -> int:
+        """For how many of so many that join there is memory."""
+        return joining
+
     @abstractmethod
     def end(self, group: Group, now_s: float) -> int:
         """Count a step that is back; returns how many have ended with it."""
@@ -120,7 +125,7 @@ class DecodeSide(ABC, Generic[Group]):
             if self.arrived:
                 all_requests = self.in_groups + self.arrived
                 more = joining(group.size, all_requests, self._count, self._most_in_group)
-                more = min(more, self.arrived)
+                more = self.fitting(min(more, self.arrived))
                 self.arrived -= more
                 self.in_groups += more
             if group.size + more:
@@ -176,6 +181,8 @@ class WaaRun(Generic[Group]):
     def _begin(self, now_s: float) -> None:
         prefill = self._prefill
         while True:
+            prefill.in_flight = self._decoding + prefill.requests
+            prefill.leaving = min(self._leaving, prefill.in_flight)
             present = self._decoding + max(0, prefill.requests - self._leaving)
             more = prefill.turn(
                 *newcomers(self._schedule, prefill.stages, present, prefill.requests)
@@ -340,9 +347,10 @@ class WaaSides:
     @cached_property
     def prefill_and_keep(self) -> StageSeconds:
         """The times of stages that prefill, and keep what others decode with."""
-        keep, going = self.handover.keep, going_on(self.lengths.outputs)
-        kept = StageCopies(going * keep.request_s, going * keep.token_s)
-        return _CopyingTimes(self.prefill, kept, np.zeros(self.prefill.stages))
+        none = np.zeros(self.prefill.stages)
+        goes_on = self.lengths.outputs.longest > 1  # which answers will end at once is not known
+        kept = self.handover.keep if goes_on else StageCopies(none, none)
+        return _CopyingTimes(self.prefill, kept, none)
 
     @cached_property
     def restore_and_decode(self) -> StageSeconds:

@@ -123,8 +123,9 @@ class JobForecast:
 @dataclass(frozen=True, config=STRICT)
 class LatencyForecast:
     """Simulated requests of `lengths`: from its prefill's start a share `quantile` ends within
-    `latency_s`; `bound_s` was asked for. `admission_wait_s`, the longest wait for the next turn
-    where fewer than `requests_per_s` come, is not counted.
+    `latency_s`, which may be off by `latency_error_s` for those that were drawn; `bound_s` was
+    asked for. `admission_wait_s`, the longest wait for the next turn where fewer than
+    `requests_per_s` come, is not counted.
     """
 
     lengths: RequestLengths
@@ -137,6 +138,7 @@ class LatencyForecast:
     admission_wait_s: Seconds
     evaluations: Annotated[int, Field(ge=0)]
     prompts: Annotated[int, Field(ge=1)] | None = None
+    latency_error_s: Seconds = 0.0
 
     @property
     def seconds(self) -> float | None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import islice
+from itertools import accumulate, islice, takewhile
 from math import ceil, floor
 from typing import Protocol
 
@@ -264,6 +264,19 @@ def newcomers(
         SHORT_PROMPTS * schedule.prefill_requests,
     )
     return min(schedule.prefill_requests, room), room
+
+
+def free_tokens(n_slots: int, reserved: int, leaving: int, in_flight: int) -> float:
+    """Token slots for newcomers where requests `in_flight` reserve so many, of which as many are
+    free before a prefill is back as those `leaving` by then have in the mean.
+    """
+    return n_slots - reserved + (reserved * leaving / in_flight if in_flight else 0.0)
+
+
+def that_fit(sizes: Iterable[int], room: float) -> int:
+    """How many of the first have room together."""
+    totals = accumulate(sizes)
+    return sum(1 for _ in takewhile(lambda total: total <= room, totals))
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,10 @@ class SearchTime:
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
         self._end_s, self._clock = clock() + limit_s, clock
 
+    def part(self, share: float) -> SearchTime:
+        """Such a share of the seconds that are left."""
+        return SearchTime(share * max(0.0, self._end_s - self._clock()), self._clock)
+
     @property
     def is_over(self) -> bool:
         return self._clock() >= self._end_s

@@ -21,6 +21,7 @@ variance           seconds from turn to turn and from step to step (table 7)
 and of our own:
 
 search_cost        the same searches on random boxes
+promises           plans under bounds beside the runtime's schedulers in virtual time
 timelines          random schedules beside simulations of their events
 """
 
@@ -32,6 +33,7 @@ from benchmarks.lab import run_part, table_part
 from benchmarks.reproduction.latency_bounds import (
     claims,
     deployment,
+    promises,
     recorded,
     search_costs,
     tables,
@@ -42,6 +44,7 @@ from benchmarks.reproduction.latency_bounds import (
 PARTS = {
     "throughput": (throughput.add_arguments, throughput.run),
     "claims": (claims.add_arguments, claims.run),
+    "promises": (promises.add_arguments, promises.run),
     "existing": table_part("existing", tables.existing_table),
     "recorded": (recorded.add_arguments, recorded.run),
     "monotonicity": table_part("monotonicity", search_costs.monotonicity_table),

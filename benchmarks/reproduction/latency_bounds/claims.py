@@ -4,8 +4,8 @@
 
 Models, tasks and bounds of `throughput`. A schedule is chosen by its timeline, so that 99 % of all
 requests keep the bound. Then its events are simulated with random lengths; where they do not keep
-it, a schedule is chosen for a tighter bound and for more of the requests, as `llmpq plan` does. A
-second simulation with other lengths is the judge.
+it, a schedule is chosen for a tighter bound and for more of the requests. A second simulation with
+other lengths is the judge.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from benchmarks.lab import header, show
 from benchmarks.reproduction.latency_bounds.models import MODELS, TASKS, Model
 from benchmarks.reproduction.latency_bounds.schedules import rra_of, waa_of
 from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Bounded, Placed, Setting
-from planner.latency_bound.bounded_search import CHECKS
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch
 
 KINDS: dict[str, Callable[[Setting, float], Bounded]] = {"RRA": rra_of, "WAA": waa_of}
@@ -29,6 +28,8 @@ SETTLING = 3
 """Times the requests in flight that begin before those which are observed."""
 CHOOSING, JUDGING = 4000, 8000
 """Requests of the simulation by which schedules are chosen, and of the one that judges them."""
+CHECKS = ((1.0, 1.0), (0.998, 0.9), (0.99, 0.8), (0.98, 0.65), (0.95, 0.5), (0.9, 0.3), (0.8, 0.2))
+"""Shares of the bound, and of the requests that may be later, with which schedules are chosen."""
 SEEDS = 0, 1
 """Of these two."""
 ROUNDING = 0.02

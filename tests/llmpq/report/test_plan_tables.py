@@ -230,8 +230,9 @@ def test_what_is_known_is_told() -> None:
     plan = rra_plan(None)
     assert plan.latency is not None
     assert "(any time allowed)" in words(plan_table(plan), 80)
-    rarer = replace(plan, latency=replace(plan.latency, quantile=0.999, prompts=3000))
-    text = words(plan_table(rarer), 80)
+    rarer = replace(plan.latency, quantile=0.999, prompts=3000, latency_s=18.2, latency_error_s=0.1)
+    text = words(plan_table(replace(plan, latency=rarer)), 80)
+    assert "99.9 % of requests within 18.20 s ± 0.5 % (any time allowed)" in text
     assert "99.9 % of requests within any time" in text
     assert "3,000 requests: about 9 min 41 s in all" in text  # 3000 / 5.25 and 9.1
 

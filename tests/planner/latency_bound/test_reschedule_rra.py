@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from planner.costs.pass_times import PassTable
+from planner.latency_bound.alternation import ScheduleSpace
 from planner.latency_bound.bounded_plan import find_bounded_plan
+from planner.latency_bound.branch_and_bound import ControlPoint
 from planner.latency_bound.reschedule import RunningSizes, reschedule
 from planner.latency_bound.schedules import BOUND, BoundRequest
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_rra
+from planner.latency_bound.timeline import Performance
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
@@ -98,7 +101,13 @@ def test_the_bound_is_kept_where_timelines_are_far_below_what_events_show(
 ) -> None:
     """As if they were three times too short: with half of the throughput, not the least latency."""
     usual = longer.latency
-    monkeypatch.setattr("planner.latency_bound.reschedule.CHECKS", ((3.0, 1.0),))
+    exact = ScheduleSpace.exact
+
+    def short(placed: ScheduleSpace, point: ControlPoint, quantile: float) -> Performance:
+        found = exact(placed, point, quantile)
+        return replace(found, latency_s=found.latency_s / 3)
+
+    monkeypatch.setattr(ScheduleSpace, "exact", short)
     found = again(plan, LONGER).latency
     assert usual is not None
     assert found is not None

@@ -9,11 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.latency_bound.alternation import ScheduleSpace
 from planner.latency_bound.bounded_plan import find_bounded_plan
+from planner.latency_bound.branch_and_bound import ControlPoint
 from planner.latency_bound.placed_layers import PlacedLayers, handover_of
 from planner.latency_bound.reschedule import RunningSizes, reschedule
 from planner.latency_bound.schedules import BOUND, BoundRequest, most_in_group
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa
+from planner.latency_bound.timeline import Performance
 from planner.latency_bound.waa_sides import WaaSides
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape
@@ -150,7 +153,13 @@ def test_the_bound_is_kept_where_timelines_are_far_below_what_events_show(
 ) -> None:
     """As if they were three times too short: with most of the throughput, not the least latency."""
     usual = longer.latency
-    monkeypatch.setattr("planner.latency_bound.reschedule.CHECKS", ((3.0, 1.0),))
+    exact = ScheduleSpace.exact
+
+    def short(placed: ScheduleSpace, point: ControlPoint, quantile: float) -> Performance:
+        found = exact(placed, point, quantile)
+        return replace(found, latency_s=found.latency_s / 3)
+
+    monkeypatch.setattr(ScheduleSpace, "exact", short)
     found = again(plan, LONGER).latency
     assert usual is not None
     assert found is not None

@@ -103,6 +103,52 @@ def test_events_prefill_what_the_runtime_prefills(
     assert noted.passes == ran[: len(noted.passes)]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_quantile_at_the_end_of_common_answers_is_that_of_these(seed: int) -> None:
+    """A tenth of all answers are long, of those that are drawn in a stretch more or fewer."""
+    outputs = LengthDistribution((5, 40), (0.9, 0.1))
+    lengths = RequestLengths(LengthDistribution((10,), (1.0,)), outputs)
+    schedule = RequestSchedule("rra", 2, 3, 4, 1, 2, 10.0)
+    rng, watch = np.random.default_rng(seed), RequestWatch(9, 150)
+    seen = simulate_rra(NotedStages(1), lengths, schedule, watch, rng)
+    is_short = seen.strata == seen.strata.min()
+    short = seen.latencies_s[is_short]
+    assert seen.latency_s(0.9) == short.max()
+    assert seen.latency_s(0.901) > short.max()
+    assert seen.mean_latency_s == pytest.approx(
+        0.9 * short.mean() + 0.1 * seen.latencies_s[~is_short].mean()
+    )
+
+
+def test_the_error_of_a_quantile_is_about_that_of_other_draws() -> None:
+    """And none where all requests take as long."""
+    outputs = LengthDistribution(tuple(range(1, 41)), (1 / 40,) * 40)
+    lengths = RequestLengths(LengthDistribution((4, 30), (0.5, 0.5)), outputs)
+    schedule = RequestSchedule("rra", 3, 15, 5, 1, 3, 17.0)
+
+    def seen(seed: int) -> ObservedRequests:
+        rng, watch = np.random.default_rng(seed), RequestWatch(45, 400)
+        return simulate_rra(NotedStages(1), lengths, schedule, watch, rng)
+
+    found = [seen(seed) for seed in range(8)]
+    apart = 2 * float(np.std([each.latency_s(0.9) for each in found], ddof=1))
+    stated = float(np.mean([each.latency_error_s(0.9) for each in found]))
+    assert apart / 3 < stated < 3 * apart
+    assert _observed(20.0, 0.01, decoding=8).latency_error_s(0.9) == 0
+
+
+def test_requests_are_drawn_as_often_as_they_come() -> None:
+    """In any stretch from the beginning on that has 1024 of them, to one request."""
+    outputs = LengthDistribution((1, 2, 9), (0.5, 0.4, 0.1))
+    lengths = RequestLengths(LengthDistribution((3, 7), (0.25, 0.75)), outputs)
+    drawn = drawn_requests(lengths, 2048, np.random.default_rng(0))
+    for part in (drawn[:1024], drawn[1024:]):
+        for length, share in zip(outputs.lengths, outputs.probabilities, strict=True):
+            assert abs(sum(each.output == length for each in part) - 1024 * share) <= 1
+        assert abs(sum(each.prompt == 3 for each in part) - 256) <= 1
+    assert [each.output for each in drawn[:1024]] != sorted(each.output for each in drawn[:1024])
+
+
 @dataclass(frozen=True)
 class _TwoStages:
     """Stages with 3 s a pass, a second for 10 tokens, and one for 100 pairs of tokens."""

@@ -1,0 +1,207 @@
+"""Schedules on given layers: found by timelines, and judged by the runtime's decisions in virtual
+time before any is given out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from planner.latency_bound.alternation import ScheduleSpace
+from planner.latency_bound.branch_and_bound import ControlPoint, Evaluations, best_within
+from planner.latency_bound.simulate import ObservedRequests
+from planner.latency_bound.timeline import Performance
+from planner.scheduling import RequestSchedule
+
+LATE = 10, 40
+"""Requests beyond the quantile that are to be expected in a first simulation, and in the one that
+follows where its error leaves open whether the bound is kept, or is above `SURE`."""
+SURE = 0.005
+"""Share of the latency that its error may have."""
+
+MOST_AIMS, STEP, NEAR = 5, 0.7, 0.99
+"""Simulations on one placement, the share by which what is aimed at changes at most from one to the
+next, and the share of the bound from which on latency is near enough to it."""
+
+TIGHTER = (0.9, 0.8, 0.65, 0.5)
+"""Shares of the bound for which timelines are asked too."""
+
+HALVINGS = 6
+"""Simulations where no timeline led to a schedule within the bound."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """A schedule where layers lie, the wait for a turn by its timeline, and what was `observed` by
+    events.
+    """
+
+    placed: ScheduleSpace
+    schedule: RequestSchedule
+    admission_wait_s: float
+    observed: ObservedRequests
+
+    @classmethod
+    def of(
+        cls, placed: ScheduleSpace, schedule: RequestSchedule, bound_s: float = math.inf
+    ) -> Scheduled:
+        """Simulate a schedule as long as its latency is not known well enough for the bound."""
+        quantile = placed.request.quantile
+        wait_s = placed.timeline(schedule, quantile).admission_wait_s
+        for late in LATE:
+            observed = placed.observed(schedule, ceil(late / (1 - quantile)))
+            found = cls(placed, schedule, wait_s, observed)
+            if found.is_known(bound_s):
+                break
+        return found
+
+    def is_known(self, bound_s: float) -> bool:
+        """Whether it surely misses the bound, or all is known of it that may be."""
+        late = len(self.observed.latencies_s) * (1 - self.placed.request.quantile)
+        is_sure = self.error_s <= SURE * self.latency_s or late >= LATE[-1] - 1
+        return is_sure or self.latency_s - self.error_s > bound_s
+
+    @cached_property
+    def latency_s(self) -> float:
+        """Latency at the bounded quantile."""
+        return self.observed.latency_s(self.placed.request.quantile)
+
+    @cached_property
+    def error_s(self) -> float:
+        """By how much that may be off, for the requests that were drawn."""
+        return self.observed.latency_error_s(self.placed.request.quantile)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole job in its steady state."""
+        return self.placed.job.prompts / self.observed.requests_per_s
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.observed.requests_per_s
+
+    def cost_s(self, theta: float) -> float:
+        """Seconds of the job, a unit of sensitivity counting as `theta`."""
+        return self.seconds + theta * self.placed.omega
+
+
+class Judge:
+    """Searches placements by timelines, and knows all that it evaluated and simulated."""
+
+    def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        self._is_over = is_over
+        self._known: dict[Hashable, dict[ControlPoint, Performance]] = {}
+        self._seen: dict[tuple[Hashable, ControlPoint], Scheduled] = {}
+
+    @property
+    def evaluations(self) -> int:
+        return sum(map(len, self._known.values()))
+
+    def exact(self, placed: ScheduleSpace, point: ControlPoint) -> Performance:
+        known = self._known.setdefault(placed.key, {})
+        if point not in known:
+            known[point] = placed.exact(point, placed.request.quantile)
+        return known[point]
+
+    def seen(self, placed: ScheduleSpace, point: ControlPoint, bound_s: float) -> Scheduled:
+        """What came of a point that has room."""
+        key = placed.key, point
+        found = self._seen.get(key)
+        if found is None or not found.is_known(bound_s):
+            found = self._seen[key] = Scheduled.of(placed, placed.schedule(point), bound_s)
+        return found
+
+    def kept(self, bound_s: float) -> Iterator[Scheduled]:
+        """Yield all that were seen within a bound, for whichever bound they were looked for."""
+        for (_, point), each in list(self._seen.items()):
+            if each.latency_s <= bound_s:
+                found = self.seen(each.placed, point, bound_s)
+                if found.latency_s <= bound_s:
+                    yield found
+
+    def look(
+        self,
+        placed: ScheduleSpace,
+        boxes: Sequence[Sequence[range]],
+        bound_s: float,
+        more_than: float = 0.0,
+    ) -> None:
+        """See the schedules of most throughput by timelines, in the first of `boxes` that has any,
+        with `more_than` so many requests per second. Timelines may be off: what is aimed at follows
+        from what was seen, until latency is near the bound. Then they are held against those of
+        tighter bounds, of which some may be faster: not all latencies grow with every control.
+        """
+        missed = self._aim(placed, boxes, bound_s, more_than)
+        for share in TIGHTER:
+            if math.isinf(bound_s) or self._is_over():
+                break
+            kept = (each for each in self.kept(bound_s) if each.placed.key == placed.key)
+            fastest = max((each.requests_per_s for each in kept), default=0.0)
+            most = max(more_than, fastest)
+            point = self._best_by_timeline(placed, boxes, share * bound_s, most)
+            if point is None:
+                break
+            self.seen(placed, point, bound_s)
+        if missed is not None and not any(self.kept(bound_s)):
+            self._look_below(placed, missed, bound_s)
+
+    def _aim(
+        self,
+        placed: ScheduleSpace,
+        boxes: Sequence[Sequence[range]],
+        bound_s: float,
+        more_than: float,
+    ) -> ControlPoint | None:
+        """See schedules until one is near the bound; returns one that missed it, where none kept
+        it.
+        """
+        aim_s, kept_s, missed_s, missed = bound_s, 0.0, math.inf, None
+        for _ in range(MOST_AIMS):
+            point = self._best_by_timeline(placed, boxes, aim_s, more_than)
+            if point is None:
+                break
+            planned_s = self.exact(placed, point).latency_s
+            seen_s = self.seen(placed, point, bound_s).latency_s
+            if seen_s <= bound_s:
+                kept_s, missed = max(kept_s, aim_s), None
+                if seen_s >= NEAR * bound_s or math.isinf(bound_s) or self._is_over():
+                    return None
+            else:
+                missed_s = min(missed_s, planned_s)
+                missed = point if not kept_s else None
+            share = min(1 / STEP, max(STEP, bound_s / seen_s))
+            aim_s = planned_s * share * (NEAR if self._is_over() else 1 - SURE)
+            if not kept_s < aim_s < missed_s:
+                aim_s = (kept_s + missed_s) / 2
+            if math.isinf(aim_s) or missed_s - kept_s < SURE * missed_s:
+                break
+        return missed
+
+    def _best_by_timeline(
+        self,
+        placed: ScheduleSpace,
+        boxes: Sequence[Sequence[range]],
+        bound_s: float,
+        more_than: float,
+    ) -> ControlPoint | None:
+        evaluated = Evaluations(lambda point: self.exact(placed, point), bound_s, more_than)
+        found = (best_within(ranges, evaluated) for ranges in boxes)
+        return next((point for point in found if point is not None), None)
+
+    def _look_below(self, placed: ScheduleSpace, point: ControlPoint, bound_s: float) -> None:
+        """See the schedules nearest to a too slow one, towards the least latency, until one keeps
+        the bound: latency grows with every control.
+        """
+        least = [each[0] for each in placed.ranges]
+        low, high = 0.0, 1.0
+        for _ in range(HALVINGS):
+            share = (low + high) / 2
+            tried = tuple(a + int(share * (b - a)) for a, b in zip(least, point, strict=True))
+            keeps = placed.has_room(placed.schedule(tried))
+            if keeps and self.seen(placed, tried, bound_s).latency_s <= bound_s:
+                low = share
+            else:
+                high = share
