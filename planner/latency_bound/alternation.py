@@ -183,6 +183,9 @@ MOST_TURNS = 6
 DOUBT = 0.25
 """Share by which estimates of the cost of placements may be wrong beside each other."""
 
+JUDGED = 3
+"""Placements on which the schedules are searched for by timelines too."""
+
 FINALISTS = 5
 """Placements on which schedules are searched for, of those that are known: those with the best
 schedules on the diagonal of the box."""
@@ -253,7 +256,7 @@ class Alternation:
         found = (self._better(each, theta, bound_s, None) for each in others)
         most_s = (1 + DOUBT) * best.cost_s(theta)
         near = [each for each in found if each is not None and each.cost_s(theta) <= most_s]
-        yield from sorted(near, key=lambda each: each.cost_s(theta))[: FINALISTS - 1]
+        yield from sorted(near, key=lambda each: each.cost_s(theta))[: JUDGED - 1]
 
     def _is_needed(self, start: PlacingGoal, bound_s: float) -> bool:
         """Whether a start is taken however late it is: one of all bits, if none keeps the bound."""

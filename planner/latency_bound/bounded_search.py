@@ -47,7 +47,7 @@ TIGHTER = (0.6,)
 these may be the best ones: what is found for a bound is not to be worse than for a tighter one."""
 
 
-PART = 0.5
+PART = 0.6
 """Share of the time that the first search has of those that a quality needs."""
 
 
@@ -273,9 +273,10 @@ class BoundedSearch:
         may lead to better ones.
         """
         self.at(theta, bound_s, share=PART)
-        if not self._search_time.is_over:
+        bits = next(bits_by_quality(self._costs.bits))
+        if bits != self._costs.bits and not self._search_time.is_over:
             with suppress(_NoScheduleError):
-                self.at(theta, bound_s, next(bits_by_quality(self._costs.bits)))
+                self.at(theta, bound_s, bits)
         return min(self._seen(bound_s), key=lambda each: each.cost_s(theta))
 
     def _seen(

@@ -26,7 +26,7 @@ MOST_AIMS, STEP, NEAR = 5, 0.7, 0.99
 """Simulations on one placement, the share by which what is aimed at changes at most from one to the
 next, and the share of the bound from which on latency is near enough to it."""
 
-TIGHTER = (0.9, 0.8, 0.65, 0.5)
+TIGHTER = (0.8, 0.6)
 """Shares of the bound for which timelines are asked too."""
 
 HALVINGS = 6

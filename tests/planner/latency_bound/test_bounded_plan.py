@@ -74,7 +74,7 @@ def test_nothing_within_the_bound_is_much_faster(
     bound_s = latencies_s[int(share * len(latencies_s))]
     best = max(rate for rate, latency_s in every if latency_s <= bound_s)
     request = BoundRequest(LENGTHS, bound_s, kinds=("rra",), prompts=JOB)
-    found = find_bounded_plan(ONE, THREE_LAYERS, "three", request, OPTIONS).latency
+    found = find_bounded_plan(ONE, THREE_LAYERS, "three", request, OPTIONS, lambda: 0.0).latency
     assert found is not None
     assert found.latency_s <= bound_s
     assert found.requests_per_s >= 0.95 * best
@@ -147,7 +147,7 @@ def test_layers_are_near_16_bit_where_a_schedule_with_these_keeps_the_bound(
 
 def planned_within(bound_s: float, options: PlanOptions) -> PlanSpec:
     request = BoundRequest(LENGTHS, bound_s, QUANTILE, kinds=("rra",), prompts=JOB)
-    return find_bounded_plan(ONE, THREE_LAYERS, "three", request, options)
+    return find_bounded_plan(ONE, THREE_LAYERS, "three", request, options, lambda: 0.0)
 
 
 @cache
@@ -167,7 +167,7 @@ def test_no_layer_has_3_bit_where_4_bit_fits_and_keeps_the_bound() -> None:
 
     def planned(*bits: int) -> PlanSpec:
         with_bits = replace(options, bits=bits)
-        return find_bounded_plan(short, THREE_LAYERS, "three", request, with_bits)
+        return find_bounded_plan(short, THREE_LAYERS, "three", request, with_bits, lambda: 0.0)
 
     with pytest.raises(DoesNotFitError):
         planned(8, 16)

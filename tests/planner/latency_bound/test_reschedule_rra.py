@@ -43,7 +43,7 @@ PLANNED, LONGER, SHORTER = lengths(12), lengths(24), lengths(5)
 @pytest.fixture(scope="module")
 def plan() -> PlanSpec:
     request = BoundRequest(PLANNED, BOUND_S, QUANTILE, kinds=("rra",))
-    return find_bounded_plan(CLUSTER, SHAPE, "opt-1.3b", request, OPTIONS)
+    return find_bounded_plan(CLUSTER, SHAPE, "opt-1.3b", request, OPTIONS, lambda: 0.0)
 
 
 @pytest.fixture(scope="module")

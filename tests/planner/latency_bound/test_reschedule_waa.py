@@ -51,7 +51,7 @@ PLANNED, LONGER, SHORTER, LONGER_PROMPTS = (
 def plan() -> PlanSpec:
     """The V100 prefills and the T4 decodes."""
     request = BoundRequest(PLANNED, BOUND_S, QUANTILE, kinds=("waa-c",))
-    found = find_bounded_plan(CLUSTER, SHAPE, "opt-1.3b", request, OPTIONS)
+    found = find_bounded_plan(CLUSTER, SHAPE, "opt-1.3b", request, OPTIONS, lambda: 0.0)
     assert found.prefill_plan is not None
     return found
 
