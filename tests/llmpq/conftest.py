@@ -10,11 +10,13 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
 
 from llmpq import Cluster, Fleet, Plan, Workload
+from llmpq.remote.light_head import light_head
 from llmpq.remote.token import make_token
 from llmpq.remote.worker_forks import SET_UP, WorkerForks
 from planner.cluster.spec import ClusterSpec
@@ -155,22 +157,23 @@ def process_environment(worker_environment: dict[str, str]) -> dict[str, str]:
 @pytest.fixture(scope="package")
 def ray_address() -> Iterator[str]:
     """Address of a Ray node of two CPUs that serves all tests of this process in this folder, whose
-    metrics cost time as long as it lives.
+    metrics cost time as long as it lives; without what only people at it would use.
 
     It has a token, as nodes that `ray.init` starts have: a process uses tokens always or never.
     It reports metrics every `METRICS_MS`.
     """
     from ray._private.authentication import authentication_token_setup
+    from ray._private.ray_constants import ENABLE_RAY_CLUSTERS_ENV_VAR
     from ray.cluster_utils import Cluster as RayCluster
 
     make_token()
     authentication_token_setup.enable_token_auth_by_default()
 
     often = {"metrics_report_interval_ms": METRICS_MS}
-    head = {"num_cpus": 2, "include_dashboard": False, "include_log_monitor": False, **SET_UP}
-    head["no_monitor"] = True  # nothing scales it
-    head["_system_config"] = often
-    cluster = RayCluster(initialize_head=True, head_node_args=head)
+    head = {"num_cpus": 2, "include_dashboard": False, "_system_config": often, **SET_UP}
+    many_nodes = {ENABLE_RAY_CLUSTERS_ENV_VAR: "1"}  # the node's address is not the local one
+    with patch.dict(os.environ, many_nodes), light_head(None):
+        cluster = RayCluster(initialize_head=True, head_node_args=head)
     yield cluster.address
     cluster.shutdown()
 
