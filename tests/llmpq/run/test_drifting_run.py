@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from actors.handover.group import DividedGroup
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import StageGroup
 from llmpq import Cluster, Plan, Sampling
+from llmpq.run.monitor import monitor
 from llmpq.run.replan import reschedule_measured
 from llmpq.run.switching import Measured
 from planner.lengths import LengthDistribution, Lengths, RequestLengths
@@ -33,7 +35,8 @@ nodes:
   - {name: a, accelerators: {T4: 2}}
 emulate: {time_scale: 0}
 """
-PROMPT, NEW, PLANNED_NEW, ROWS = 4, 12, 4, 700
+PROMPT, NEW, PLANNED_NEW, ROWS = 4, 12, 4, 300
+SOON_S = 0.2
 
 
 LENGTHS = Lengths((PROMPT,) * 100, (PLANNED_NEW,) * 99 + (NEW,))
@@ -57,8 +60,12 @@ def planned(
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of a second and of few rows, and any saving is worth a switch."""
-    monkeypatch.setattr("llmpq.run.drift.LEAST_S", 1.0)
+    """Short windows of few rows, stages that are asked about often, and any saving is worth a
+    switch.
+    """
+    monkeypatch.setattr("llmpq.run.monitor.monitor", partial(monitor, interval_s=SOON_S))
+    monkeypatch.setattr("llmpq.run.switching.LOOK_S", SOON_S)
+    monkeypatch.setattr("llmpq.run.drift.LEAST_S", SOON_S)
     monkeypatch.setattr("llmpq.run.drift.LEAST_ROWS", 24)
     monkeypatch.setattr("llmpq.run.switching.MARGIN", 0.0)
 
@@ -145,7 +152,7 @@ def test_another_schedule_is_followed_by_the_same_stages(
     assert (lengths.prompts.lengths, lengths.outputs.lengths) == ((PROMPT,), (NEW,))
     assert group.sizes.schedule != SCHEDULE
     assert group.sizes.schedule == group.plan.policy.schedule
-    assert run(spec, 150, replan="never") == [
+    assert run(spec, 100, replan="never") == [
         "drift: the run does not follow its plan: 12 tokens an output, planned 4 (+200%); run with "
         "--replan auto, or plan again with --lengths and --profiles of what was measured"
     ]
@@ -159,7 +166,7 @@ def test_stages_of_one_phase_each_follow_another_schedule(
     """More requests decode, as there are slots; both kinds of stages are the same."""
     spec = expecting_short(divided_plan(tiny[0], schedule=DIVIDED, lengths=(PROMPT, NEW)))
     watch = Watch(monkeypatch, DividedGroup)
-    drift, followed = run(spec, 400, replan="auto")
+    drift, followed = run(spec, 150, replan="auto")
     assert "12 tokens an output, planned 4 (+200%); another schedule is looked for" in drift
     assert followed.startswith("rescheduled: another schedule for the lengths that were measured: ")
     (lengths,), (group,) = watch.asked, watch.started
