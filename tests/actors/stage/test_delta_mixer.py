@@ -47,7 +47,7 @@ def test_stages_hold_the_planned_bytes(name: str, tmp_path: Path) -> None:
             assert torch.equal(getattr(layer.linear_attn, decay), exact)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("bits", [4, *(pytest.param(b, marks=pytest.mark.rare) for b in (8, 3))])
 def test_weights_of_few_bits_come_back_from_the_cache(bits: int, tmp_path: Path) -> None:
     """All linears have them, those of the mixer too."""
     for name in STATE_CONFIGS:

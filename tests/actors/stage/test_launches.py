@@ -34,11 +34,19 @@ from tests.actors.models import save_tiny, stages_of
 from tests.actors.own_kernels import pretend_own_kernels
 from tests.planner.kinds import tiny_experts
 
+COUNTED = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "opt", "bloom", "phi3")
 
-@pytest.mark.parametrize("kv_bits", [16, 8])
+
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "qwen3", "mistral", "gpt_neox", "opt", "bloom", "phi3"]
+    ("name", "kv_bits"),
+    [
+        *((name, 16) for name in COUNTED),
+        *(
+            pytest.param(name, 8, marks=() if name in ("llama", "bloom") else pytest.mark.rare)
+            for name in COUNTED
+        ),
+    ],
 )
 def test_a_layer_starts_as_many_kernels_as_plans_count(name: str, own: bool, kv_bits: int) -> None:
     """In a decode step of unlike requests; the queries of the tiny OPT are copied first, as a token

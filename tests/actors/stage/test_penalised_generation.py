@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def test_tokens_equal_generate(name: str, tmp_path: Path) -> None:
     ]
     plain = references(model, prompts, NEW_TOKENS)
     assert sum(a != b for a, b in zip(expected, plain, strict=True)) >= 3, "nothing is tested"
-    for head_on_first, bounds in product((False, True), ((0, LAYERS), (0, 2, LAYERS))):
+    for head_on_first, bounds in ((False, (0, LAYERS)), (True, (0, 2, LAYERS))):
         stages = stages_of(
             tmp_path, bounds, 4, max(LENGTHS) + NEW_TOKENS, head_on_first=head_on_first
         )

@@ -1,5 +1,5 @@
 """Stages of quantized checkpoints against `generate` with the weights that they stand for: token
-for token in float32, on one stage, on three, and on groups of two devices.
+for token in float32, on three stages, and on groups of two devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quant.loading.loader import module_nbytes
 from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
 from tests.actors.configs import EVERY_CONFIG, LAYERS
-from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of
+from tests.actors.models import generate, random_prompts, references, save_tiny, specs_of
 from tests.actors.thread_ranks import divided
 from tests.quant.adapters import adapter_tensors, merge, save_adapter
 from tests.quant.stored_formats import FORMATS, store
@@ -51,16 +51,12 @@ def test_greedy_tokens_equal_generate(form: str, name: str, tmp_path: Path) -> N
     plain = store(tmp_path, form)
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     prompts, bits = random_prompts(LENGTHS), FORMATS[form][2]
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     shape = checked_shape(tmp_path)
     assert (16 if shape.stored is None else shape.stored.bits) == bits
     kept = "codes are kept" if bits < 16 else "they are decoded"
     assert kept in (stored_note(shape) or "")
-    for bounds, degrees in (
-        ((0, LAYERS), (1,)),
-        ((0, 1, 3, LAYERS), (1, 2, 1)),
-        ((0, LAYERS), (2,)),
-    ):
+    for bounds, degrees in (((0, 1, 3, LAYERS), (1, 2, 1)), ((0, LAYERS), (2,))):
         specs = specs_of(bounds, len(prompts), max(LENGTHS) + NEW_TOKENS, bits)
         with divided(specs, degrees, tmp_path) as stages:
             assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected
@@ -93,7 +89,7 @@ def test_layers_have_their_codes_or_other_bits(
             for linear in model.get_submodule(f"model.layers.{layer}").modules():
                 round_to(linear, bits[layer])
     prompts = random_prompts(LENGTHS)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     shape = checked_shape(tmp_path)
     for degrees in ((1, 1), (1, 2)):
         specs = specs_of((0, 2, LAYERS), len(prompts), max(LENGTHS) + NEW_TOKENS, bits)
@@ -116,13 +112,13 @@ def test_weights_that_an_adapter_changes_are_rounded_again(name: str, tmp_path: 
     model = AutoModelForCausalLM.from_pretrained(store(base, "awq"), dtype=torch.float32).eval()
     prompts, tensors = random_prompts(LENGTHS), adapter_tensors(model, targets, 4)
     adapter = str(save_adapter(tmp_path / "adapter", tensors, 4))
-    before = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    before = references(model, prompts, NEW_TOKENS)
     merge(model, tensors, 4.0)
     with torch.no_grad():
         for place, linear in model.named_modules():
             if place.startswith("model.layers") and place.endswith(targets):
                 round_to(linear, 4)
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = references(model, prompts, NEW_TOKENS)
     assert expected != before
     (spec,) = specs_of((0, LAYERS), len(prompts), max(LENGTHS) + NEW_TOKENS, 4, adapter=adapter)
     cache = CacheSettings(tmp_path / "cache")

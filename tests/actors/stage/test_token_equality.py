@@ -27,11 +27,14 @@ MADE_OF = ("granitemoe", "granitemoehybrid")
 LAYOUTS = tuple(product(SPLITS, (False, True)))
 """Bounds of stages, and whether the LM head is on the first one."""
 
+TWO_STAGES = (((0, 2, LAYERS), True),)
+"""For every family; of three stages, `test_tensor_parallel.py` has many."""
+
 
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        *((name, LAYOUTS[-1:]) for name in ALL if name not in ("llama", *MADE_OF)),
+        *((name, TWO_STAGES) for name in ALL if name not in ("llama", *MADE_OF)),
         ("llama", LAYOUTS),
         *(pytest.param(name, LAYOUTS, marks=pytest.mark.rare) for name in ALL),
     ],
