@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -145,13 +144,6 @@ def worker_environment(request: pytest.FixtureRequest) -> Iterator[dict[str, str
         return
     with closing(WorkerForks({})) as forks:
         yield forks.runtime_env
-
-
-@pytest.fixture
-def process_environment(worker_environment: dict[str, str]) -> dict[str, str]:
-    """Variables for a process that starts a Ray, whose workers then start fast."""
-    job = json.dumps({"runtime_env": worker_environment})
-    return os.environ | {"OMP_NUM_THREADS": "1", "RAY_JOB_CONFIG_JSON_ENV_VAR": job}
 
 
 @pytest.fixture(scope="package")

@@ -133,9 +133,9 @@ def generated(
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
-        ("opt", (0, LAYERS), (0, LAYERS)),
+        pytest.param("opt", (0, LAYERS), (0, LAYERS), marks=pytest.mark.rare),
         ("opt", (0, LAYERS), (0, 3, LAYERS)),
-        ("llama", (0, 2, LAYERS), (0, LAYERS)),
+        pytest.param("llama", (0, 2, LAYERS), (0, LAYERS), marks=pytest.mark.rare),
         ("llama", (0, 2, LAYERS), (0, 1, 4, LAYERS)),
         ("deepseek_v3", (0, 2, LAYERS), (0, 1, 4, LAYERS)),
         ("mistral", (0, 1, LAYERS), (0, LAYERS)),

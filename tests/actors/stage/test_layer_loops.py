@@ -110,7 +110,7 @@ def test_what_loops_cannot_read_is_refused(wrong: torch.Tensor) -> None:
         LayerLoops(torch.float32).add(torch.ones(2, WIDTH), (), [Norm(wrong, None, 1e-5, True)])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.rare)])
 @pytest.mark.parametrize("name", WITH_OWN_LAYERS)
 def test_stages_compute_by_them(tmp_path: Path, name: str, dtype: str) -> None:
     """Their tokens are held against `generate` by `test_token_equality`."""

@@ -207,7 +207,7 @@ def test_unwritable_plan_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.rare  # `test_security.py` runs such a process, `test_jobs_command.py` looks at tokens
 def test_a_batch_end_to_end_as_a_process(
-    tiny: tuple[Path, Any], plan_file: Path, tmp_path: Path, process_environment: dict[str, str]
+    tiny: tuple[Path, Any], plan_file: Path, tmp_path: Path
 ) -> None:
     good = [{"custom_id": f"q{i}", "prompt": [5 + i] * (1 + i % 7)} for i in range(9)]
     long = {"custom_id": "long", "prompt": [3] * 40}
@@ -216,7 +216,6 @@ def test_a_batch_end_to_end_as_a_process(
     command = [sys.executable, "-m", "llmpq.cli.run", "--strat-file-name", str(plan_file)]
     done = subprocess.run(
         [*command, "--input", str(prompts), "--output", str(output)],
-        env=process_environment,
         capture_output=True,
         text=True,
         timeout=240,

@@ -47,15 +47,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @contextmanager
-def running(
-    job: list[str], folder: Path, environment: dict[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
+def running(job: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The job once it has committed something."""
     process = subprocess.Popen(
         [*job, "--output", str(folder / "results.jsonl")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=environment,
     )
     deadline = time.monotonic() + LIMIT_S
     try:
@@ -73,11 +70,9 @@ def kept_in(folder: Path) -> list[Path]:
     return list(folder.glob("results.jsonl.job/part-*-1-*.jsonl"))
 
 
-def test_an_interrupt_keeps_results_and_frees_everything(
-    job: list[str], tmp_path: Path, process_environment: dict[str, str]
-) -> None:
+def test_an_interrupt_keeps_results_and_frees_everything(job: list[str], tmp_path: Path) -> None:
     """SIGTERM does the same; `test_batch_job` stops a job by it."""
-    with running(job, tmp_path, process_environment) as process:
+    with running(job, tmp_path) as process:
         started = children_of(process.pid)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=LIMIT_S)
@@ -100,11 +95,10 @@ def test_an_interrupt_keeps_results_and_frees_everything(
 def test_a_local_run_that_loses_its_ray_says_so_and_ends(
     job: list[str],
     tmp_path: Path,
-    process_environment: dict[str, str],
     victim: str,
     named: str,
 ) -> None:
-    with running(job, tmp_path, process_environment) as process:
+    with running(job, tmp_path) as process:
         started = children_of(process.pid)
         (lost,) = (pid for pid in started if name_of(pid) == victim)
         os.kill(lost, signal.SIGKILL)

@@ -34,7 +34,6 @@ def test_killed_at_once_and_resumed(
     tiny: tuple[Path, Any],
     one_stage: Plan,
     tmp_path: Path,
-    process_environment: dict[str, str],
     local_ray: None,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -46,7 +45,6 @@ def test_killed_at_once_and_resumed(
     process = subprocess.Popen(
         [sys.executable, "-m", "llmpq.cli.run", *arguments],
         stderr=subprocess.DEVNULL,
-        env=process_environment,
     )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("out.jsonl.job/part-*")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,7 +38,6 @@ def test_rows_of_a_server_and_results_at_a_url(
     tiny: tuple[Path, Any],
     plan_file: Path,
     tmp_path: Path,
-    process_environment: dict[str, str],
     server: ObjectServer,
 ) -> None:
     """Rows that are the same are computed once, and a start anew finds all done."""
@@ -47,7 +47,7 @@ def test_rows_of_a_server_and_results_at_a_url(
     command = [sys.executable, "-m", "llmpq", "run", "--plan", str(plan_file), "--dedupe"]
     command += ["--max_new_tokens", str(NEW_TOKENS), "--input", server.url("/rows.jsonl")]
     command += ["--output", f"file://{tmp_path}/there/results.jsonl"]
-    environment = {**process_environment, "XDG_STATE_HOME": str(tmp_path / "state")}
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     for _ in range(2):
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=240, check=False

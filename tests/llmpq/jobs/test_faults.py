@@ -59,12 +59,17 @@ SCENARIOS = {
     "errors again, Parquet": Scenario(target="out.parquet", before=len(ROWS), retry=True),
 }
 
-ALL_MODES = ("new file", "new folder", "new CSV, Zstandard", "overwrite", "errors again")
+ALL_MODES = ("new file", "new folder", "overwrite")
 CASES = [
     (name, mode)
     for name, scenario in SCENARIOS.items()
     for mode in ("torn", "after", "full")
     if mode == "torn" or name in ALL_MODES
+]
+CASES += [
+    pytest.param(name, mode, marks=pytest.mark.rare)
+    for name in ("new CSV, Zstandard", "errors again")
+    for mode in ("after", "full")
 ]
 
 

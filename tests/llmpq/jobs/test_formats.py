@@ -205,7 +205,14 @@ class Drained(QuickDisk):
         return super().write(descriptor, data)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".csv.gz", ".csv.zst"])
+@pytest.mark.parametrize(
+    "suffix",
+    [
+        ".jsonl.gz",
+        ".csv.zst",
+        *(pytest.param(s, marks=pytest.mark.rare) for s in (".jsonl.zst", ".csv.gz")),
+    ],
+)
 def test_files_are_written_and_read_in_pieces(suffix: str, tmp_path: Path) -> None:
     """20 MB of results, of which no piece is larger than a few hundred KB."""
     text = bytes(range(32, 127)).decode() * 20

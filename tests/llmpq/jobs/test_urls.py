@@ -115,8 +115,17 @@ def test_a_lasting_fault_ends_after_as_many_tries(server: ObjectServer) -> None:
     assert len(server.faults) == 99
 
 
-@pytest.mark.parametrize("has_ranges", [True, False])
-@pytest.mark.parametrize("change", [CONTENT[:-200], CONTENT + CONTENT[:90], CONTENT.upper()])
+@pytest.mark.parametrize(
+    ("change", "has_ranges"),
+    [
+        (CONTENT[:-200], True),
+        (CONTENT.upper(), True),
+        (CONTENT + CONTENT[:90], False),
+        pytest.param(CONTENT[:-200], False, marks=pytest.mark.rare),
+        pytest.param(CONTENT.upper(), False, marks=pytest.mark.rare),
+        pytest.param(CONTENT + CONTENT[:90], True, marks=pytest.mark.rare),
+    ],
+)
 def test_a_change_in_the_middle_is_told(
     server: ObjectServer, change: bytes, has_ranges: bool
 ) -> None:

@@ -137,9 +137,9 @@ SECRETS = (HF_SECRET, RAY_SECRET, URL_SECRET)
 
 
 @pytest.fixture
-def environment(tmp_path: Path, process_environment: dict[str, str]) -> dict[str, str]:
+def environment(tmp_path: Path) -> dict[str, str]:
     """Secrets in all the places where people put them."""
-    return process_environment | {
+    return os.environ | {
         "HF_TOKEN": HF_SECRET,
         "HUGGING_FACE_HUB_TOKEN": HF_SECRET,
         "RAY_AUTH_TOKEN": RAY_SECRET,

@@ -66,7 +66,7 @@ PLANS = (demo_batch, demo_job, two_types, with_perplexity, *MADE_BY_HAND)
 
 
 @pytest.mark.parametrize("made", PLANS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize("width", [80, pytest.param(160, marks=pytest.mark.rare)])
 def test_every_number_of_the_terminal_is_on_the_page(made: Callable[[], Plan], width: int) -> None:
     plan = made()
     explained = None if made in MADE_BY_HAND else plan.explain(NO_QUESTIONS)

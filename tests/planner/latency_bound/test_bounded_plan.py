@@ -65,7 +65,9 @@ def every() -> list[tuple[float, float]]:
     return list(rates_and_latencies(BoundRequest(LENGTHS, 100.0, kinds=("rra",), prompts=JOB)))
 
 
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "share", [0.05, 0.5, *(pytest.param(s, marks=pytest.mark.rare) for s in (0.2, 0.9))]
+)
 def test_nothing_within_the_bound_is_much_faster(
     every: list[tuple[float, float]], share: float
 ) -> None:
@@ -129,7 +131,9 @@ def test_a_search_without_time_has_a_plan_that_keeps_the_bound(
     assert found[0] <= 1.02 * found[1]
 
 
-@pytest.mark.parametrize("quality", ["balanced", "high", "fast"])
+@pytest.mark.parametrize(
+    "quality", ["balanced", pytest.param("high", marks=pytest.mark.rare), "fast"]
+)
 def test_layers_are_near_16_bit_where_a_schedule_with_these_keeps_the_bound(
     quality: Quality,
 ) -> None:

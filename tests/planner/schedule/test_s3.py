@@ -83,7 +83,7 @@ def counted(batch: MicroBatch) -> tuple[int, int, tuple[tuple[int, int], ...]]:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(16), *(pytest.param(n, marks=pytest.mark.rare) for n in range(16, 40))]
+    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.rare) for n in range(8, 40))]
 )
 @pytest.mark.parametrize("policy", ["s3", "s3-published"])
 def test_every_batch_is_that_of_the_scheduler(

@@ -73,7 +73,7 @@ def best_of_all(costs: CostModel, job: Job) -> float:
     ("job", "counts", "gib", "theta"),
     [
         (Job(10, UNLIKE), [1, 1], 0.75, 0.0),
-        (Job(8, UNLIKE), [1, 1], 1.0, 0.0),
+        pytest.param(Job(8, UNLIKE), [1, 1], 1.0, 0.0, marks=pytest.mark.rare),
         (Job.of(8, 128, 32), [1, 1], 0.72, 0.0),
         pytest.param(Job(24, UNLIKE), [1], 0.85, 0.0, marks=pytest.mark.rare),
         (Job(24, UNLIKE), [1], 0.85, 0.05),

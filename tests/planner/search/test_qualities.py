@@ -144,7 +144,7 @@ def fits(model: str, devices: dict[str, int], workload: Workload | Job, *bits: i
     ("model", "devices", "workload", "least"),
     [
         ("qwen2.5-14b", FOUR_T4, BATCH, 8),
-        ("opt-13b", {"V100-SXM2-32GB": 1}, JOB, 8),
+        pytest.param("opt-13b", {"V100-SXM2-32GB": 1}, JOB, 8, marks=pytest.mark.rare),
         ("opt-30b", TWO_T4, Workload(8, 128, 32), 4),
         ("opt-30b", {"V100-SXM2-16GB": 1}, Workload(1, 64, 8), 3),
     ],

@@ -149,9 +149,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
 @pytest.mark.parametrize(
     ("work", "changed"),
     [
-        (BATCH, {}),
+        pytest.param(BATCH, {}, marks=pytest.mark.rare),
         (BATCH, {"tensor_parallel": "auto"}),
-        (BATCH, {"max_omega": 6.0}),
+        pytest.param(BATCH, {"max_omega": 6.0}, marks=pytest.mark.rare),
         (JOB, {"quality": "high"}),
         (JOB, {"policy": "s3", "tensor_parallel": "auto"}),
     ],

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ CPU = torch.device("cpu")
 HERE = local_processor(CPU)
 FORM = LayerForm(4, HERE, torch.bfloat16, CPU)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+USUAL = {("llama", 3, "bfloat16"), ("llama", 4, "float32"), ("llama", 8, "bfloat16")}
+USUAL |= {("opt", 4, "bfloat16"), ("opt", 8, "float32"), ("bloom", 3, "float32")}
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
 Build = Callable[[str], PreTrainedModel]
@@ -99,9 +102,13 @@ def background_threads() -> list[str]:
     return [name for name in names if name.startswith(("read-ahead", "shard-cache"))]
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "bloom"])
-@pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "bits", "dtype"),
+    [
+        case if case in USUAL else pytest.param(*case, marks=pytest.mark.rare)
+        for case in product(("llama", "opt", "bloom"), (3, 4, 8), ("float32", "bfloat16"))
+    ],
+)
 def test_a_layer_from_the_cache_is_the_layer(
     family: str,
     bits: int,
@@ -127,9 +134,13 @@ def test_a_layer_from_the_cache_is_the_layer(
             assert torch.equal(child(x), without.get_submodule(name)(x))
 
 
-@pytest.mark.parametrize("stored", DTYPES)
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("window_bytes", [0, 1, 1 << 20])
+@pytest.mark.parametrize(
+    ("stored", "sharded", "window_bytes"),
+    [
+        pytest.param(*case, marks=() if i % 4 == 0 else pytest.mark.rare)
+        for i, case in enumerate(product(DTYPES, (True, False), (0, 1, 1 << 20)))
+    ],
+)
 def test_reading_ahead_changes_nothing(
     stored: str,
     sharded: bool,

@@ -70,6 +70,7 @@ MODELS: dict[str, PretrainedConfig] = {
         **_ROPE, **_ENDS, original_max_position_embeddings=64, rope_parameters=_LONG
     ),
 }
+RUN = ("llama", "bloom", "gemma3", "phi3-long")
 BLOCKS = (64, 256)
 """Hidden and intermediate size of models whose rows are whole blocks of some type."""
 
@@ -101,6 +102,17 @@ def test_the_model_that_was_written_comes_back(name: str, tmp_path: Path) -> Non
         atol = 1.2e-7 if is_shifted else 0.0
         torch.testing.assert_close(checkpoint.read(each), tensor, rtol=0, atol=atol)
 
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *RUN,
+        *(pytest.param(n, marks=pytest.mark.rare) for n in MODELS if n not in RUN),
+    ],
+)
+def test_tokens_are_those_of_generate(name: str, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "original", MODELS[name])
+    file = write_gguf(model, tmp_path / "tiny.gguf")
     prompts = random_prompts((5, 11, 1))
     stages = stages_of(resolve(file), (0, 2, LAYERS), len(prompts), 20)
     expected = references(model, prompts, 8)
