@@ -87,8 +87,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.fixture
-def tokenizer_forks() -> None:
-    """Processes are started as users have them."""
+def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers are processes of their own, no forks."""
+    monkeypatch.setattr("llmpq.tokenizing.child_process.subprocess", subprocess)
 
 
 @pytest.fixture
@@ -156,6 +157,7 @@ def test_a_process_that_cannot_end_itself_is_ended(
     tokenizer.close()
 
 
+@pytest.mark.usefixtures("as_users_have_it")
 def test_a_process_ended_from_outside_is_no_fault_of_the_row(folder: Path) -> None:
     tokenizer = TokenizerProcess(folder, RowLimits())
     tokenizer.wait()
@@ -223,6 +225,7 @@ def test_large_tasks_and_answers_both_ways(folder: Path) -> None:
     assert [len(tokenizer.answer(task).ids or ()) for task in tasks] == [100_000] * 4
 
 
+@pytest.mark.usefixtures("as_users_have_it")
 def test_no_process_is_left(folder: Path) -> None:
     tokenizer = TokenizerProcess(folder, RowLimits())
     closed = {tokenizer.pid}
@@ -246,6 +249,7 @@ def test_the_process_ends_with_who_started_it(folder: Path) -> None:
     wait_until_gone({int(done.stdout)})
 
 
+@pytest.mark.usefixtures("as_users_have_it")
 def test_neither_secrets_nor_torch_are_in_the_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
