@@ -56,7 +56,7 @@ BASES = {COMPLETIONS: completion(), CHAT: chat(), RESPONSES: {"model": "pretend"
 CHANGES = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=4), VALUES, max_size=3)
 
 
-@settings(max_examples=90)
+@settings(max_examples=40)
 @given(st.sampled_from([COMPLETIONS, CHAT, RESPONSES]), CHANGES, st.booleans())
 def test_any_fields(path: str, changes: dict[str, object], is_streamed: bool) -> None:
     """Beside a request that goes on meanwhile, and ends as if nothing had happened."""

@@ -24,7 +24,7 @@ from planner.plan.kv_copies import head_tokens, host_copies
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import MixedPass
 from planner.schedule.passes import Pass
-from planner.scheduling import Phase
+from planner.scheduling import Phase, ScheduleKind
 from planner.search.find import find_plan
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Job, MicroBatches, Workload
@@ -189,21 +189,19 @@ def test_heads_without_room_in_the_hosts_memory_are_not_counted() -> None:
     assert plan.origin.options.shared_tokens == 0
 
 
-def test_schedules_under_a_bound_serve_more_requests_that_share_a_head() -> None:
+@pytest.mark.parametrize("kind", ["rra", pytest.param("waa-c", marks=pytest.mark.rare)])
+def test_schedules_under_a_bound_serve_more_requests_that_share_a_head(kind: ScheduleKind) -> None:
     lengths = RequestLengths(
         LengthDistribution.of_sample([PROMPT]), LengthDistribution.of_sample([8, 16, 24])
     )
     options = PlanOptions(bits=(16,), search_time_limit=2.0)
-    for kind in ("rra", "waa-c"):
-        request = BoundRequest(lengths, None, 0.99, (kind,), 1000)
-        shared = replace(request, lengths=replace(lengths, heads=PlannedHeads(HEAD)))
-        plans = [
-            find_bounded_plan(TWO, SHAPE, "opt-1.3b", each, options) for each in (request, shared)
-        ]
-        rates = [plan.latency.requests_per_s for plan in plans if plan.latency is not None]
-        assert rates[1] > 1.3 * rates[0]
-        prefills = plans[1].prefill_plan or plans[1]
-        assert prefills.workload.heads == PlannedHeads(HEAD)
+    request = BoundRequest(lengths, None, 0.99, (kind,), 1000)
+    shared = replace(request, lengths=replace(lengths, heads=PlannedHeads(HEAD)))
+    plans = [find_bounded_plan(TWO, SHAPE, "opt-1.3b", each, options) for each in (request, shared)]
+    rates = [plan.latency.requests_per_s for plan in plans if plan.latency is not None]
+    assert rates[1] > 1.3 * rates[0]
+    prefills = plans[1].prefill_plan or plans[1]
+    assert prefills.workload.heads == PlannedHeads(HEAD)
 
 
 def test_heads_that_leave_nothing_of_a_prompt_are_refused() -> None:
