@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 
 from llmpq.report.formatting import (
     count,
@@ -140,13 +141,16 @@ def what_is_planned(plan: PlanSpec) -> str:
 
 
 def plan_choice(plan: PlanSpec) -> PlanChoice:
-    """The plan as one choice among those for the same job."""
-    bits = [each for stage in plan.stages for each in stage.bitwidths]
+    """The plan as one choice among those for the same job; bits and sensitivity in the mean of both
+    sides, where some stages prefill and others decode.
+    """
+    sides = [plan] if plan.prefill_plan is None else [plan, plan.prefill_plan]
+    bits = [each for side in sides for stage in side.stages for each in stage.bitwidths]
     return PlanChoice(
         in_flight=plan.workload.global_batch,
         tokens_per_s=plan.predicted.tokens_per_s,
-        sensitivity=max(0.0, plan.solver.sensitivity),
-        mean_bits=sum(bits) / len(bits),
+        sensitivity=max(0.0, fmean(side.solver.sensitivity for side in sides)),
+        mean_bits=fmean(bits),
     )
 
 
@@ -211,8 +215,10 @@ def _by_plan(plan: PlanSpec) -> dict[PlanChoice, list[str]]:
 def _full_precision(plan: PlanSpec) -> str:
     if plan.beside.quality is None or (plan.weights is not None and not plan.weights.rounded):
         return ""
-    used = {bits for stage in plan.stages for bits in stage.bitwidths}
+    used = used_bits(plan)
     most, full = most_bits(plan), plan.beside.full_precision
+    if full is None and plan.latency is not None and used != {most}:
+        return ""  # it was looked for only where time was left
     mixes = full is not None and full.mean_bits not in BITWIDTHS
     name = "nothing rounded again" if mixes else f"{most} bit"
     if used == {most}:
@@ -229,8 +235,13 @@ def _full_precision(plan: PlanSpec) -> str:
 def most_bits(plan: PlanSpec) -> int:
     if plan.beside.full_precision is not None:
         return round(plan.beside.full_precision.mean_bits)
-    used = max(bits for stage in plan.stages for bits in stage.bitwidths)
+    used = max(used_bits(plan))
     return used if plan.origin is None else max(used, *plan.origin.options.bits)
+
+
+def used_bits(plan: PlanSpec) -> set[int]:
+    stages = plan.stages + (plan.prefill_plan.stages if plan.prefill_plan is not None else ())
+    return {bits for stage in stages for bits in stage.bitwidths}
 
 
 def _more_devices(plan: PlanSpec) -> str:

@@ -179,8 +179,9 @@ def latency_front_table(fronts: KindFronts) -> RenderableType:
         points = [row.of(kind) for kind in fronts.kinds]
         found = ["-" if each is None else per_second(each.requests_per_s) for each in points]
         best = kind_name(row.best.schedule.kind), seconds(row.best.latency_s)
-        rows.append([seconds(row.bound_s), *found, *best])
-    heads, words = ["bound", *names, "best", "its latency"], (len(names) + 1,)
+        rows.append([seconds(row.bound_s), *found, *best, mean_bits(row.best.bits)])
+    heads = ["bound", *names, "best", "its latency", "bits a layer"]
+    words = (len(names) + 1,)
     title = "requests per second over bounds on their latency"
     return Group(Fitting(title, [partial(table_of, heads, rows, words)]), Notes(winners(fronts)))
 

@@ -21,12 +21,13 @@ from planner.costs.model import CostModel
 from planner.latency_bound.bounded_search import BoundedSearch
 from planner.latency_bound.judged import Scheduled
 from planner.latency_bound.placed_layers import PlacedLayers
+from planner.latency_bound.plans_beside import choice_of, plans_beside
 from planner.latency_bound.schedules import BOUND, BoundRequest, cycle_of, job_of, most_in_group
 from planner.latency_bound.waa import prompts_in_flight
 from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.problem import JobPasses
-from planner.options import AUTO, PlanOptions
+from planner.options import AUTO, PlanOptions, quality_of
 from planner.plan.builder import build_plan
 from planner.plan.kv_copies import warned_of_heads
 from planner.plan.origin import origin_of
@@ -197,11 +198,11 @@ def _found(
     scheduled = search.within(request.limit_s)
     plan = bounded_plan(scheduled, costs, source, omega.source)
     plan = with_quality(plan, omega, scheduled.placed.omega, planned.options.max_ppl_delta)
-    return replace(
-        plan,
-        latency=latency_forecast(scheduled, search.evaluations),
-        solver=replace(plan.solver, seconds=clock() - began),
-    )
+    solver = replace(plan.solver, seconds=clock() - began)
+    latency = latency_forecast(scheduled, search.evaluations)
+    quality = quality_of(planned.options)
+    beside = plans_beside(search, scheduled, quality, request.limit_s)
+    return replace(plan, latency=latency, solver=solver, beside=beside)
 
 
 POINTS = 8
@@ -209,13 +210,16 @@ POINTS = 8
 
 @dataclass(frozen=True)
 class LatencyPoint:
-    """The best schedule within a bound: requests and tokens per second, and its latency."""
+    """The best schedule within a bound: requests and tokens per second, its latency, and the bits
+    of a layer in the mean.
+    """
 
     bound_s: float
     schedule: RequestSchedule
     requests_per_s: float
     tokens_per_s: float
     latency_s: float
+    bits: float
 
 
 def latency_front(
@@ -253,7 +257,9 @@ def _front(
         rate = found.requests_per_s
         if not kept or rate > kept[-1].requests_per_s:
             tokens_per_s = rate * request.lengths.outputs.mean
-            point = LatencyPoint(bound_s, found.schedule, rate, tokens_per_s, found.latency_s)
+            bits = choice_of(found).mean_bits
+            latency_s = found.latency_s
+            point = LatencyPoint(bound_s, found.schedule, rate, tokens_per_s, latency_s, bits)
             kept.append(point)
     return tuple(kept)
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
 from planner.costs.model import CostModel
 from planner.costs.stored_bytes import model_weight_bytes
@@ -183,6 +184,7 @@ class BoundedSearch:
         self._costs, self._job, self._request, self._clock = costs, costs.job, request, clock
         self._search_time = SearchTime(PLAN_TIME * costs.options.search_time_limit, clock)
         self._kinds_of_bits: dict[tuple[int, ...], dict[ScheduleKind, KindSearch]] = {}
+        self._points: dict[tuple[float, float, tuple[int, ...] | None], ThetaPoint[Scheduled]] = {}
 
     @property
     def evaluations(self) -> int:
@@ -200,20 +202,33 @@ class BoundedSearch:
         ]
         return min(found, key=lambda each: each[0], default=None)
 
-    def within(self, bound_s: float) -> Scheduled:
-        """The schedule within the bound at the options' quality; `BoundNotMetError` with the least
-        feasible bound, InfeasibleError where nothing fits.
+    @property
+    def is_over(self) -> bool:
+        return self._search_time.is_over
+
+    def fastest(self, bound_s: float) -> Scheduled:
+        """The best of quality `fast` of all that were seen to keep a bound that some do."""
+        return min(self._seen(bound_s), key=lambda each: each.cost_s(self._theta_of_fast))
+
+    def finest(self, bound_s: float) -> Scheduled | None:
+        """The fastest schedule of the most bits alone; None where none keeps the bound."""
+        with suppress(_NoScheduleError):
+            return self.at(0.0, bound_s, (max(self._costs.bits),))
+        return None
+
+    def within(self, bound_s: float, quality: Quality | None = None) -> Scheduled:
+        """The schedule within the bound at a quality, or as the options say; `BoundNotMetError`
+        with the least feasible bound, InfeasibleError where nothing fits.
         """
         try:
-            return self._within(bound_s)
+            return self._within(bound_s, quality or quality_of(self._costs.options))
         except _NoScheduleError:
             if self.least is None:
                 raise _nothing_fits(self._costs, self._request) from None
             raise bound_not_met(self._request, *self.least) from None
 
-    def _within(self, bound_s: float) -> Scheduled:
+    def _within(self, bound_s: float, quality: Quality | None) -> Scheduled:
         options = self._costs.options
-        quality = quality_of(options)
         if quality is not None:
             return self._of_quality(quality, bound_s)
         if options.max_omega is None:
@@ -266,7 +281,10 @@ class BoundedSearch:
         usable_bits: tuple[int, ...] | None = None,
         share: float = 1.0,
     ) -> ThetaPoint[Scheduled]:
-        return _theta_point(theta, self.at(theta, bound_s, usable_bits, share))
+        key = theta, bound_s, usable_bits
+        if key not in self._points:
+            self._points[key] = _theta_point(theta, self.at(*key, share))
+        return self._points[key]
 
     def _of_theta(self, theta: float, bound_s: float) -> Scheduled:
         """The schedule of least cost at a theta, of those near 16 bit too: with fewer choices these
@@ -292,12 +310,15 @@ class BoundedSearch:
                     ):
                         yield each
 
+    @cached_property
+    def _theta_of_fast(self) -> float:
+        return TIE_BREAK * seconds_per_sensitivity(self._costs)
+
     def _of_quality(self, quality: Quality, bound_s: float) -> Scheduled:
         """The schedule of a quality; a bound that none near 16 bit keeps asks for fewer bits."""
-        theta = TIE_BREAK * seconds_per_sensitivity(self._costs)
         if quality == "fast":
-            return self._of_theta(theta, bound_s)
-        fast = self._point(theta, bound_s, share=PART)
+            return self._of_theta(self._theta_of_fast, bound_s)
+        fast = self._point(self._theta_of_fast, bound_s, share=PART)
         if not fast.omega:
             return fast.plan
         for bits in bits_by_quality(self._costs.bits):

@@ -54,7 +54,7 @@ def point(bound_s: float, kind: ScheduleKind, requests_per_s: float, of: int) ->
     """A schedule of `of` requests that decode, which takes nine tenths of its bound."""
     prefilled, steps = (6, 4) if kind == "rra" else (4, 1)
     own = replace(schedule(kind, prefilled, steps), decode_requests=of)
-    return LatencyPoint(bound_s, own, requests_per_s, 30 * requests_per_s, 0.9 * bound_s)
+    return LatencyPoint(bound_s, own, requests_per_s, 30 * requests_per_s, 0.9 * bound_s, 8.0)
 
 
 FRONTS = KindFronts(

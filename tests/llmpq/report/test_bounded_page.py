@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llmpq import Plan
+from llmpq.report.answers import job_answers
 from llmpq.report.page import report_page
+from planner.plan.parts import PlanChoice, QualityChoice
 from planner.plan.spec import PlanSpec
 from tests.llmpq.bounded_plans import FRONTS, rra_plan, waa_plan
 from tests.llmpq.report.pages import Page
@@ -28,6 +31,26 @@ def test_every_stage_of_both_plans_is_on_the_page(made: Callable[[], PlanSpec]) 
     identifiers = [each["id"] for name, each in page.elements if name == "section"]
     assert len(identifiers) == len(set(identifiers))
     assert "It keeps the bound." in page.text
+
+
+def test_plans_of_other_qualities_are_in_the_menu_and_in_the_terminal() -> None:
+    """With what gives each, and without the seconds of a job, which is not what was asked for."""
+    qualities = [QualityChoice("balanced", 1.0, FEW_BITS), QualityChoice("fast", 0.0, FASTER)]
+    plan = rra_plan()
+    beside = replace(plan.beside, quality="balanced", qualities=tuple(qualities))
+    plan = replace(plan, beside=beside, quality=None)
+    page = Page(report_page(plan)).text
+    for told in ("Plans to choose from", "this plan (balanced)", "--quality fast", "4,321"):
+        assert told in page
+    assert "quality: balanced (taken) 1,234 tokens/s, sensitivity 0.5; fast 4,321, 2" in [
+        answer for _, answer in job_answers(plan)
+    ]
+    menu = page[page.index("Plans to choose from") : page.index("--quality fast")]
+    assert "request" not in menu
+    assert "Plans to choose from" not in Page(report_page(rra_plan())).text
+
+
+FEW_BITS, FASTER = PlanChoice(40, 1234.0, 0.5, 8.0), PlanChoice(60, 4321.0, 2.0, 4.0)
 
 
 def test_roles_are_told_where_stages_have_them() -> None:

@@ -247,11 +247,11 @@ def test_bounds_ascend_and_name_the_best_with_its_reason() -> None:
     shown = lines(latency_front_table(FRONTS), 80)
     rows = [line.split() for line in shown[3:8]]
     assert rows == [
-        ["2.00", "s", "-", "1.5", "WAA-C", "1.80", "s"],
-        ["4.00", "s", "2.2", "1.5", "RRA", "3.60", "s"],
-        ["5.00", "s", "2.2", "2.6", "WAA-C", "4.50", "s"],
-        ["20.00", "s", "6.2", "2.6", "RRA", "18.00", "s"],
-        ["60.00", "s", "9.1", "4.2", "RRA", "54.00", "s"],
+        ["2.00", "s", "-", "1.5", "WAA-C", "1.80", "s", "8.0"],
+        ["4.00", "s", "2.2", "1.5", "RRA", "3.60", "s", "8.0"],
+        ["5.00", "s", "2.2", "2.6", "WAA-C", "4.50", "s", "8.0"],
+        ["20.00", "s", "6.2", "2.6", "RRA", "18.00", "s", "8.0"],
+        ["60.00", "s", "9.1", "4.2", "RRA", "54.00", "s", "8.0"],
     ]
     assert " ".join(" ".join(shown[8:]).split()) == (
         "from 2.00 s to 4.00 s: WAA-C, the only one that keeps the bound "

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmpq.report.answers import plan_choice
 from planner.cluster.groups import grouped_cluster
 from planner.cluster.spec import ClusterSpec
+from planner.latency_bound import bounded_plan
 from planner.latency_bound.alternation import PlacingGoal
 from planner.latency_bound.bounded_plan import (
     KindFronts,
@@ -25,7 +27,8 @@ from planner.latency_bound.bounded_plan import (
 from planner.latency_bound.rra import RraPlanner, RraSpace
 from planner.latency_bound.schedules import BoundRequest, job_of
 from planner.lengths import LengthDistribution, RequestLengths
-from planner.options import PlanOptions, Quality
+from planner.options import QUALITIES, PlanOptions, Quality
+from planner.plan.parts import PlansBeside
 from planner.plan.spec import PlanSpec
 from planner.scheduling import SCHEDULE_KINDS
 from quant.common.errors import BoundNotMetError, DoesNotFitError
@@ -149,7 +152,42 @@ def test_layers_are_near_16_bit_where_a_schedule_with_these_keeps_the_bound(
             assert least < NEAR_FULL_BITS
 
 
+@pytest.mark.parametrize("bound_s", [0.025, 0.018])
+def test_the_plans_of_other_qualities_stand_beside_as_they_are_by_themselves(
+    bound_s: float,
+) -> None:
+    """Also where the bound asks for fewer bits, and that of 16 bit where such a plan keeps it."""
+    options = replace(OPTIONS, bits=BITWIDTHS, theta=None)
+    beside = within(bound_s, options).beside
+    assert beside.quality == "balanced"
+    assert [each.quality for each in beside.qualities] == list(QUALITIES)
+    found = {each.quality: each.plan for each in beside.qualities}
+    for name, choice in found.items():
+        alone = planned_within(bound_s, replace(options, quality=name))
+        assert plan_choice(alone).tokens_per_s == pytest.approx(choice.tokens_per_s, rel=0.05)
+        assert plan_choice(alone).mean_bits == choice.mean_bits
+    assert found["fast"].tokens_per_s == max(each.tokens_per_s for each in found.values())
+    assert found["high"].sensitivity <= found["balanced"].sensitivity
+    try:
+        full = plan_choice(planned_within(bound_s, replace(options, bits=(16,))))
+    except BoundNotMetError:
+        assert beside.full_precision is None
+    else:
+        assert beside.full_precision == full
+
+
+def test_without_a_quality_no_other_plan_stands_beside() -> None:
+    assert within(0.025, OPTIONS).beside == PlansBeside()
+
+
 def planned_within(bound_s: float, options: PlanOptions) -> PlanSpec:
+    """The plan alone, without those beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounded_plan, "plans_beside", lambda *_: PlansBeside())
+        return within(bound_s, options)
+
+
+def within(bound_s: float, options: PlanOptions) -> PlanSpec:
     request = BoundRequest(LENGTHS, bound_s, QUANTILE, kinds=("rra",), prompts=JOB)
     return find_bounded_plan(ONE, THREE_LAYERS, "three", request, options, lambda: 0.0)
 
