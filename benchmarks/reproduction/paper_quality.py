@@ -147,7 +147,7 @@ def perplexities(plans: Mapping[tuple[str, str], Mapping[str, Told]], models: Se
             cells += [number(paper, ".2f"), counts, *own]
         rows.append(cells)
     order = [f"{name} {_in_order(plans, found[name])}" for name in models]
-    told_order = f"Pairs of schemes that the paper tells apart, in its order: {', '.join(order)}."
+    told_order = f"Pairs of schemes that differ in both, in the paper's order: {', '.join(order)}."
     return f"{markdown_table(header, rows)}\n\n{told_order}"
 
 
@@ -165,7 +165,7 @@ def _in_order(
         for one, other in itertools.combinations(told, 2):
             papers = told[one][0], told[other][0]
             own = found.get((key, one)), found.get((key, other))
-            if None in (*papers, *own) or papers[0] == papers[1]:
+            if None in (*papers, *own) or papers[0] == papers[1] or own[0] == own[1]:
                 continue
             compared += 1
             agreed += (papers[0] > papers[1]) == (own[0] > own[1])  # type: ignore[operator]

@@ -92,6 +92,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
             _at_paper_bits(main),
             _memory(outcomes),
             _correlations(outcomes),
+            _means(outcomes),
         ]
     )
 
@@ -245,19 +246,35 @@ def _correlations(outcomes: Sequence[Outcome]) -> str:
     for label, chosen in _groups(outcomes):
         for quantity, functions in quantities.items():
             points = [(f(each), g(each)) for each in chosen for f, g in functions]
-            means = _means(points) if " / " in quantity else ["–", "–"]
-            rows.append([label, quantity, *_spearman(points), *means])
+            rows.append([label, quantity, *_spearman(points)])
         agreed, compared = _same_order(chosen)
-        cells = ["pairs of schemes in the paper's order", str(compared), str(agreed), "–", "–"]
-        rows.append([label, *cells])
-    header = ["rows", "of", "points", "Spearman's rho or count", "mean, paper", "ours"]
-    return _table("Rank correlation", header, rows)
+        rows.append([label, "pairs of schemes in the paper's order", str(compared), str(agreed)])
+    return _table("Rank correlation", ["rows", "of", "points", "Spearman's rho or count"], rows)
 
 
-def _means(points: Sequence[tuple[float | None, float | None]]) -> list[str]:
-    """The mean of each side over the points that both have."""
-    both = [(x, y) for x, y in points if x is not None and y is not None]
-    return [f"{sum(side) / len(both):.2f}" for side in zip(*both, strict=True)]
+def _means(outcomes: Sequence[Outcome]) -> str:
+    """Mean of LLM-PQ's speed-up over PipeEdge at each amount of memory."""
+    amounts = sorted({each.less_gib for each in outcomes})
+    header = ["rows", "points", "paper", *(f"-{less} GiB" if less else "ours" for less in amounts)]
+    paper, own = _paper_speedup(LLM_PQ, PIPEEDGE), _own_speedup(LLM_PQ, PIPEEDGE)
+    kinds: dict[str, Callable[[Case], bool]] = {
+        "table 4": lambda case: case.table == 4,
+        "all": lambda case: True,
+        "measured devices": lambda case: not case.extrapolated,
+    }
+    rows = []
+    for name, belongs in kinds.items():
+        chosen = [each for each in outcomes if belongs(each.case)]
+        first = [each for each in chosen if each.less_gib == amounts[0]]
+        columns = [[paper(each) for each in first]]
+        columns += [[own(each) for each in chosen if each.less_gib == less] for less in amounts]
+        rows.append([name, str(len(first)), *(number(_mean(each), ".2f") for each in columns)])
+    return _table("Mean of LLM-PQ / PipeEdge", header, rows)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [each for each in values if each is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _paper_s(scheme: str) -> Figure:
