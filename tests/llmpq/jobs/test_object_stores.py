@@ -1,5 +1,5 @@
 """Rows and results in servers on loopback that speak as object stores do, by the real clients: S3
-needs s3fs and moto[server], Google's store gcsfs and gcp-storage-emulator.
+needs s3fs and moto[server], Google's store gcsfs and gcp-storage-emulator. Data sets of the Hub.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import HfFileSystem
 
 from llmpq.jobs.inputs import JobInput
 from quant.common import url_files
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import prompts, results_in, run_job
+from tests.llmpq.object_server import FILES, REPO, HubHandler, object_server
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
@@ -92,3 +94,33 @@ def test_what_is_not_there(bucket: Any) -> None:
         JobInput.find([f"{there}none/in"])
     with pytest.raises(InputError, match=f"cannot write output {there}none/out: no such"):
         run_job(source, f"{there}none/out")
+
+
+def test_rows_of_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by its client as in a folder; a cut stream goes on, and a change is told."""
+    monkeypatch.setattr(url_files, "BACKOFF_S", 0.0)
+    with object_server(HubHandler) as server:
+        template = server.url("/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url(""))
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        HfFileSystem.clear_instance_cache()
+        for day, rows in enumerate((prompts(4), prompts(3, 4))):
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            server.objects[f"{FILES}day={day}/part.jsonl"] = lines.encode()
+        there = f"hf://{REPO}/"
+        source: Any = f"{there}day=*/*.jsonl"
+        assert JobInput.find([source]).names == ("day=0/part.jsonl", "day=1/part.jsonl")
+        assert JobInput.find([f"{there}day=1/"]).names == ("part.jsonl",)
+        assert run_job(source, tmp_path / "out.jsonl", limit=3).left == 7
+        server.faults = [403, "cut"]
+        with pytest.raises(InputError, match=f"{there}day=0/part.jsonl.*no access"):
+            run_job(source, tmp_path / "out.jsonl")
+        assert run_job(source, tmp_path / "out.jsonl").resumed == 3
+        assert server.faults == []
+        assert len(results_in(tmp_path / "out.jsonl")) == 7
+        for name in ("none.jsonl", "none/*.jsonl"):
+            with pytest.raises(InputError, match=r"no such file|no file of that name"):
+                JobInput.find([there + name])
+        with pytest.raises(InputError, match="hf://datasets/me/none/a: no such file"):
+            JobInput.find(["hf://datasets/me/none/a"])
+        HfFileSystem.clear_instance_cache()
