@@ -91,7 +91,9 @@ def behind_reasoning(form: str, opening: str, closing: str, has_begun: bool) -> 
     """The form of an answer that reasons before it has `form`: to the end of `closing`, if the
     prompt `has_begun` to, else where it begins with `opening`. Both as Lark writes a token or text.
     """
-    grammars = json.loads(_grammar(form))["grammars"]
+    own = _grammar(form)
+    is_lark = not own.startswith(_SERIALISED)
+    grammars = [{"lark_grammar": own}] if is_lark else json.loads(own)["grammars"]
     grammars[0]["name"] = _ANSWER
     start = f"thought @{_ANSWER}" if has_begun else f"{opening} thought @{_ANSWER} | @{_ANSWER}"
     is_token = closing.startswith("<")  # which no text holds

@@ -170,6 +170,10 @@ def test_a_form_binds_once_the_answer_has_reasoned(
         thoughts += [before] if closing else []
     assert max(map(len, thoughts)) > 20
     assert (len(thoughts) == 12) == has_begun
+    kinds = (JSON, {"choice": ["aa"]}, {"grammar": 'start: "aa"'}, {"grammar": 'root ::= "aa"'})
+    for kind in kinds:
+        whole = behind_reasoning(json.dumps(kind), *as_tokens, has_begun)
+        assert compiled(whole, vocabulary_of(REASONING)).is_accepting() is False
     for cut in (-1, 2):
         begun = [tuple(tokens[: min(cut, len(tokens) - 1)]) for tokens, _ in answers]
         again = [replace(each, generated=had) for each, had in zip(admissions, begun, strict=True)]
