@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from contextlib import closing
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from pathlib import Path
 from shutil import ignore_patterns
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
 from llmpq import Cluster, Plan, Workload
+from llmpq.run.options import RunOptions
+from llmpq.serve.pipeline_engine import PipelineEngine
 from quant.common.errors import CheckpointError, InputError, SpecError
 from tests.actors.configs import CONFIGS
 from tests.actors.models import save_tiny
 from tests.llmpq.conftest import ONE_DEVICE
+from tests.llmpq.serve.asking import COMPLETIONS, serving, url
 from tests.llmpq.small_tokenizers import write_byte_tokenizer
 
 pytest.importorskip("lm_eval", reason="the extra lm_eval is not installed")
@@ -53,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(folder: Path) -> Plan:
     path = folder / "cluster.yaml"
     path.write_text(ONE_DEVICE)
-    return Cluster.from_yaml(path).plan(folder, Workload(3, 64, 12), dtype="float32", bits=[16])
+    return Cluster.from_yaml(path).plan(folder, Workload(3, 65, 12), dtype="float32", bits=[16])
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +99,64 @@ def test_answers_are_those_of_the_backend_of_transformers(planned: Plan, referen
             model.generate_until(asked("generate_until", ("Which?", GREEDY | {"best_of": 3})))
         with pytest.raises(InputError, match="asks for 64 new tokens, but 64 are seen"):
             model.generate_until(asked("generate_until", ("Which?", GREEDY | {"max_gen_toks": 64})))
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_served_plan_tells_the_same_to_the_harness(
+    batch_size: int, planned: Plan, folder: Path
+) -> None:
+    """Its `local-completions` ask with `echo`, `logprobs` and a new token, which its `max_length` counts;
+    told of a BOS, they add one to texts that have one, too.
+    """
+    pytest.importorskip("tenacity", reason="the harness's models of APIs need its extra api")
+    pytest.importorskip("aiohttp", reason="the harness's models of APIs need its extra api")
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    pairs = asked("loglikelihood", *PAIRS[:3])
+    texts = asked("loglikelihood_rolling", *((text,) for text in TEXTS))
+    expected = LlmpqLM(planned, max_length=64)
+    with served(planned) as (url, name):
+        model = LocalCompletionsAPI(
+            base_url=url + COMPLETIONS,
+            model=name,
+            tokenizer=str(folder),
+            tokenizer_backend="huggingface",
+            add_bos_token=True,
+            batch_size=batch_size,
+            max_length=66,
+        )
+        found = model.loglikelihood(pairs)
+        rolled = model.loglikelihood_rolling(texts)
+    wanted = expected.loglikelihood(pairs)
+    assert [each[0] for each in found] == pytest.approx([e[0] for e in wanted], abs=1e-4)
+    assert [each[1] for each in found] == [each[1] for each in wanted]
+    assert rolled == pytest.approx(expected.loglikelihood_rolling(texts), abs=1e-4)
+
+
+@contextmanager
+def served(plan: Plan) -> Iterator[tuple[str, str]]:
+    """The address of a server of `plan` in another thread, and the model's name."""
+    engine = PipelineEngine(plan.spec, RunOptions(policy="orca"))
+    ready: Future[str] = Future()
+    end = Event()
+
+    async def serve() -> None:
+        async with serving(engine) as server:
+            while engine.status == "loading":
+                await asyncio.sleep(0.05)
+            ready.set_result(url(server))
+            await asyncio.to_thread(end.wait)
+
+    engine.start()
+    running = Thread(target=lambda: asyncio.run(serve()))
+    running.start()
+    try:
+        yield ready.result(timeout=300), engine.model_name
+    finally:
+        end.set()
+        running.join()
+        engine.close()
 
 
 def test_arguments_that_are_none_are_refused(planned: Plan, folder: Path, tmp_path: Path) -> None:
