@@ -16,6 +16,7 @@ import argparse
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 from typing import Any
 
@@ -23,6 +24,7 @@ from benchmarks.lab import header, processor_name, spread, table_row
 
 PROMPTS, PROMPT_TOKENS, AT_ONCE = 8, 128, 8
 ASKED = (None, 0, 1, 20)
+CLUSTER = "name: one\nnodes: [{name: a, accelerators: {CPU: 1}, threads: 1, memory_gib: 3}]\n"
 
 
 def passes(folder: Path, turns: int) -> list[str]:
@@ -102,7 +104,11 @@ def likelihoods(folder: Path, requests: int) -> list[str]:
     from llmpq.serve.server import Server
     from llmpq.serve.service import Service
 
-    plan = Cluster.detect().plan(folder, Workload(PROMPTS, PROMPT_TOKENS, 1), bits=[16])
+    with TemporaryDirectory() as made:
+        path = Path(made) / "cluster.yaml"
+        path.write_text(CLUSTER)
+        workload = Workload(PROMPTS, PROMPT_TOKENS, 1)
+        plan = Cluster.from_yaml(path).plan(folder, workload, bits=[16], dtype="bfloat16")
     engine = PipelineEngine(plan.spec, RunOptions(policy="orca"))
     draw = np.random.default_rng(1)
     prompts = [draw.integers(3, 1000, PROMPT_TOKENS).tolist() for _ in range(requests)]
