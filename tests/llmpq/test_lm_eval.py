@@ -106,8 +106,8 @@ def test_answers_are_those_of_the_backend_of_transformers(planned: Plan, referen
 def test_a_served_plan_tells_the_same_to_the_harness(
     batch_size: int, planned: Plan, folder: Path
 ) -> None:
-    """Its `local-completions` ask with `echo`, `logprobs` and a new token, which its `max_length` counts;
-    told of a BOS, they add one to texts that have one, too.
+    """Its `local-completions` ask with `echo` and `logprobs` for a new token, which `max_length`
+    counts; told of a BOS, they add one to texts that have one, too.
     """
     pytest.importorskip("tenacity", reason="the harness's models of APIs need its extra api")
     pytest.importorskip("aiohttp", reason="the harness's models of APIs need its extra api")

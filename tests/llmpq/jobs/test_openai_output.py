@@ -19,8 +19,10 @@ from llmpq.jobs.job import JobOptions, open_output
 from llmpq.jobs.overview.overview import overview_of
 from llmpq.jobs.overview.places import find_job
 from llmpq.jobs.result_lines import openai_line
+from llmpq.jobs.same_rows import SharedResults
 from llmpq.jobs.store import JobIdentity
-from llmpq.rows.results import GENERATIONS, Result
+from llmpq.rows.answers import ChatForm, CompletionForm, TokenText
+from llmpq.rows.results import GENERATIONS, LOGPROBS, PROMPT_LOGPROBS, Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.workload.measured_lengths import read_measured
 from quant.common.errors import InputError
@@ -116,6 +118,32 @@ def test_lines_of_rows_that_are_unlike_others() -> None:
     assert (line["input_id"], line["input_input_id"]) in ((7, 8), (8, 7))
     assert line["input_response"] is None
     assert line["response"]["status_code"] == 200
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_log_probabilities_stand_where_a_server_puts_them(is_chat: bool) -> None:
+    token = TokenText("x", 0, -0.5, (("x", -0.5), ("é", -1.5)))
+    told = (ChatForm if is_chat else CompletionForm).logprobs([token])
+    of_prompt = [None, {"7": {"logprob": -3.0, "rank": 4, "decoded_token": "a"}}]
+    columns = {LOGPROBS: told, PROMPT_LOGPROBS: of_prompt, "topic": 1}
+    result = Result("a", "x", (7,), "length", columns=columns, prompt_tokens=2)
+    line = json.loads(openai_line(result, PRINT, "m", is_chat))
+    body = line["response"]["body"]
+    whole: Any = (ChatCompletion if is_chat else Completion).model_validate(body, strict=True)
+    assert whole.choices[0].to_dict()["logprobs"] == told
+    beside = body if is_chat else body["choices"][0]
+    assert beside["prompt_logprobs"] == of_prompt
+    assert line["topic"] == 1
+    assert {"logprobs", "prompt_logprobs"}.isdisjoint(line)
+    shared = SharedResults([PRINT])
+    shared.note_finished([line])
+    again = shared.of(Row("b", text="x"), PRINT)
+    assert again is not None
+    assert {name: again.columns[name] for name in (LOGPROBS, PROMPT_LOGPROBS)} == {
+        LOGPROBS: told,
+        PROMPT_LOGPROBS: of_prompt,
+    }
+    shared.close()
 
 
 def test_several_answers_are_choices(tmp_path: Path) -> None:

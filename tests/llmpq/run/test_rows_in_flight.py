@@ -8,9 +8,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from actors.logprobs import LogprobRows, TokenLogprobs
 from actors.messages import Finished, Request, Sampling
 from actors.stage.grammar import compiled, vocabulary_of
 from llmpq.jobs.inputs import JobInput
@@ -266,4 +268,60 @@ def test_calls_of_tools_come_beside_texts_and_reasoning(tmp_path: Path) -> None:
         "plain": (made, "stop", []),
         "forced": ("", "tool_calls", [{"name": "look", "arguments": '{"town": "Bonn"}'}]),
     }
+    rows.long.close()
+
+
+def test_log_probabilities_come_beside_texts_with_those_of_their_tokens(tmp_path: Path) -> None:
+    """Of byte tokens, up to a stop string and without the end token; a failed row has null, and
+    of several answers each has its own, the prompt's are there once. The file of long rows keeps
+    what was asked for.
+    """
+    folder = write_byte_tokenizer(tmp_path / "m", ("</s>",))
+    asks = {"logprobs": 1, "prompt_logprobs": 1}
+    with closing(load_tokenizer(folder, RowLimits())) as tokenizer:  # type: ignore[type-var]
+        ids = {text: tokenizer.ask({"text": text}).ids for text in ("ab", "xé!", "zz", "b" * 30)}  # type: ignore[union-attr]
+        given = [
+            Row("text", text="ab", sampling={"stop": ("!",)}, **asks),  # type: ignore[arg-type]
+            Row("two", text="ab", sampling={"temperature": 1.0}, answers=2, **asks),  # type: ignore[arg-type]
+            Row("chat", text="b" * 30, logprobs=0),
+            Row("failed", text="ab", columns={"topic": 1}, **asks),  # type: ignore[arg-type]
+        ]
+        maker = RequestMaker(SHORT, 300, Sampling(), tokenizer, LONG)
+        rows = RowsInFlight(maker, RunMeter(None, None))
+        requests = [each for each in rows.requests(maker.requests(rows.taken_in(given))) if each]
+        assert [each.prompt_logprobs for each in requests] == [1, 1, None, 1]
+        found: dict[str, Result] = {}
+        for request in (*requests, *rows.long_requests()):
+            assert request is not None
+            answer = ids["xé!"] or ()
+            own = tuple(TokenLogprobs(-n / 2, ((answer[0], -0.1),), n + 1) for n in range(4))
+            prompt = None
+            if request.prompt_logprobs is not None:
+                (after,) = request.prompt_ids[1:]
+                prompt = LogprobRows(*map(np.array, ([1], [-3.0], [2], [[after + 1]], [[-0.25]])))
+            is_failed = request.custom_id == "failed"
+            reason = "error" if is_failed else "length"
+            made = Finished(request.custom_id, answer, reason, None, own, prompt)  # type: ignore[arg-type]
+            found |= {each.custom_id: each for each in rows.results([made])}
+    told = found["text"].columns["logprobs"]
+    assert found["text"].text == "xé"
+    assert told["tokens"] == ["x", "\ufffd", "\ufffd"]
+    assert told["token_logprobs"] == [0.0, -0.5, -1.0]
+    assert told["text_offset"] == [0, 1, 1]
+    assert told["top_logprobs"][1] == {"x": -0.1, "\ufffd": -0.5}
+    first, second = (ids["ab"] or ())[1], (ids["ab"] or ())[1] + 1
+    assert found["text"].columns["prompt_logprobs"] == [
+        None,
+        {
+            str(first): {"logprob": -3.0, "rank": 2, "decoded_token": "b"},
+            str(second): {"logprob": -0.25, "rank": 1, "decoded_token": "c"},
+        },
+    ]
+    several = found["two"].columns[GENERATIONS]
+    assert [each["logprobs"]["tokens"][-1] for each in several] == ["!", "!"]
+    assert all("prompt_logprobs" not in each for each in several)
+    assert found["two"].columns["prompt_logprobs"] == found["text"].columns["prompt_logprobs"]
+    assert found["chat"].columns["logprobs"]["top_logprobs"][0] == {"x": -0.1}
+    assert found["failed"].columns == {"logprobs": None, "prompt_logprobs": None, "topic": 1}
+    assert rows.columns_held == {}
     rows.long.close()

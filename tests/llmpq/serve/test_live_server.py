@@ -231,6 +231,11 @@ def test_the_client_of_openai_understands_every_answer() -> None:
             whole = await client.chat.completions.create(**chat(logprobs=True, top_logprobs=1))
             assert whole.choices[0].message.content == "user: Hello\n"
             assert whole.choices[0].logprobs.content[0].token == "u"
+            asked = completion(prompt="abc", echo=True, logprobs=0, max_tokens=0)
+            echoed = await client.completions.create(**asked, extra_body={"prompt_logprobs": 0})
+            assert echoed.choices[0].text == "abc"
+            assert echoed.choices[0].logprobs.token_logprobs == [None, -1.0, -2.0]
+            assert list(echoed.choices[0].prompt_logprobs[1]) == [str(ord("b"))]
             stream = await client.chat.completions.create(
                 **chat(stream=True, stream_options={"include_usage": True})
             )
