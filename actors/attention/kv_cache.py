@@ -23,10 +23,10 @@ from actors.attention.parked import ParkedTokens
 from actors.attention.rooms import Rooms, joined
 from actors.attention.stored import Stored
 from actors.attention.windows import WindowPass, make_rooms
-from actors.messages import MicroBatch, Move, Park, TokenRange
+from actors.messages import MicroBatch, Move, Park, TokenIds, TokenRange
 from planner.model.tensor_parallel import RankShare
 from quant.backends.table import reads_ranges
-from quant.devices import local_processor
+from quant.devices import local_processor, on_device
 from quant.scheme import FULL_BITS
 
 
@@ -84,6 +84,19 @@ def counts_on_ranges(head_dim: int, dtype: torch.dtype, device: torch.device) ->
     """Whether plans count on `actors.attention.cuda.range_attention` there."""
     name = str(dtype).removeprefix("torch.")
     return device.type == "cuda" and reads_ranges(local_processor(device), name, head_dim)
+
+
+def joined_moves(moves: Sequence[Move]) -> tuple[TokenIds, TokenIds]:
+    """The token slots from which and to which tokens go by all `moves`, made in their order."""
+    first = min(min(move.begin, move.to) for move in moves)
+    end = max(max(move.begin, move.to) + move.tokens for move in moves)
+    before = np.arange(first, end)
+    held = before.copy()
+    for move in moves:
+        begin, to = move.begin - first, move.to - first
+        held[to : to + move.tokens] = held[begin : begin + move.tokens].copy()
+    moved = held != before
+    return held[moved], before[moved]
 
 
 class KVCache:
@@ -221,13 +234,20 @@ class KVCache:
                 self._own_ends[room.begin] = room.end
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Make `moves` in their order; each may overlap itself.
+        """Make `moves` in their order; each may overlap itself. A GPU makes several by one copy of
+        each tensor, as starting a copy takes longer there than the few tokens of most.
 
         What follows a request's tokens in its new place is not cleared: only they are its own.
         """
-        for move in moves:
+        if len(moves) > 1 and self.device.type != "cpu":
+            taken, put = on_device(self.device, *joined_moves(moves))
             for stored in self._in_ranges():
-                stored.move(move)
+                stored.rearrange(taken, put)
+        else:
+            for move in moves:
+                for stored in self._in_ranges():
+                    stored.move(move)
+        for move in moves:
             self._own_ends[move.to] = move.to + move.tokens
 
     def addresses(self, batch: MicroBatch) -> Addresses:

@@ -199,6 +199,14 @@ class Stored:
                 overlap = abs(move.to - move.begin) < move.tokens
                 held[:, move.to : move.to + move.tokens] = tokens.clone() if overlap else tokens
 
+    def rearrange(self, taken: Tensor, put: Tensor) -> None:
+        """Copy tokens from the token slots `taken` to those `put`, all read before any is written:
+        int64 `[tokens]`.
+        """
+        for held in (self.numbers, self.scales):
+            if held is not None:
+                held.index_copy_(1, put, held.index_select(1, taken))
+
     def of_tokens(self, begin: int, tokens: int) -> Iterator[Tensor]:
         """Views of what is held of neighbouring tokens, `[kv_heads, tokens, ...]`."""
         yield self.numbers[:, begin : begin + tokens]

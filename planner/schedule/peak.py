@@ -20,9 +20,6 @@ from planner.schedule.passes import JobRows, OrcaSizes
 from planner.schedule.s3 import Outgrown, Pool, S3Policy, S3Schedule
 from planner.scheduling import GROWTH
 
-LEAST_MORE = 32
-"""Tokens that are foreseen at least of an answer that is longer than was expected."""
-
 
 def first_range(tokens: int, most: int) -> int:
     """Token slots of a request that joins with so many tokens, of at most `most`."""
@@ -52,13 +49,13 @@ class Experience:
 
     def left(self, foreseen: IntArray) -> IntArray:
         """Tokens by which requests [n] will still grow, of what is `foreseen` [n, 4] of them. An
-        answer that is longer than expected is foreseen to grow by half of what it has.
+        answer that is longer than expected is foreseen to grow by a quarter of what it has.
         """
         _, given, expected, limit = foreseen.T
         if self._expected:
             share = expected * (self._expected - self._less)
             expected = np.maximum(-(-share // self._expected), 1)
-        more = given + np.maximum(LEAST_MORE, given // 2)
+        more = given + np.maximum(GROWTH, given // 4)
         answers = np.where(expected > given, expected, more)
         return np.asarray(np.minimum(answers, limit) - 1 - given, dtype=np.int64)
 

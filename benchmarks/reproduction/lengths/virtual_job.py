@@ -21,6 +21,7 @@ from benchmarks.reproduction.lengths.on_demand import OnDemandScheduler
 from benchmarks.reproduction.lengths.rows import IntArray, Rows
 from benchmarks.reproduction.orca.pipelines import ModelledPipeline
 from benchmarks.reproduction.orca.virtual_time import VirtualClock, VirtualPipeline
+from planner.costs.machine import LAUNCH_S
 from planner.costs.stored_bytes import kv_token_bytes
 from planner.model.finding import model_shape
 from planner.plan.modelled_times import ModelledTimes
@@ -37,11 +38,12 @@ AT_ONCE = 256
 @dataclass(frozen=True)
 class CacheCosts:
     """Seconds of the slowest stage for each token that is moved within its KV cache, and for each
-    that goes to host memory or comes back.
+    that goes to host memory or comes back; and to start the moves of a micro-batch.
     """
 
     move_s: float
     park_s: float
+    moving_s: float = 0.0
 
 
 @dataclass
@@ -84,6 +86,7 @@ class _Pipeline(VirtualPipeline):
         self._answers = rows.answers.tolist()
         self._costs = costs
         self.moved = self.parked = 0
+        self.copies_s = 0.0
         self.began_s: dict[str, float] = {}
 
     def _answer(self, admission: Admission) -> int:
@@ -96,7 +99,10 @@ class _Pipeline(VirtualPipeline):
         self.parked += parked
         for each in batch.admitted:
             self.began_s.setdefault(each.custom_id, self._clock.now_s)
-        return moved * self._costs.move_s + parked * self._costs.park_s
+        costs = self._costs
+        beside_s = moved * costs.move_s + parked * costs.park_s + bool(moved) * costs.moving_s
+        self.copies_s += beside_s
+        return beside_s
 
 
 SAMPLED = 17
@@ -178,7 +184,7 @@ def run_job(
         raise RuntimeError(f"{ended} of {len(rows)} rows have ended")
     run.seconds, run.scheduler_s = clock.now_s, timed.seconds
     run.moved, run.parked = pipeline.moved, pipeline.parked
-    run.copies_s = run.moved * costs.move_s + run.parked * costs.park_s
+    run.copies_s = pipeline.copies_s
     run.preemptions, run.computed_again = _preempted(scheduler)
     return run
 
@@ -216,6 +222,8 @@ class Memory:
         return CacheCosts(
             max(2 * b / gpu.memory_bytes_per_s for b, gpu in zip(held, gpus, strict=True)),
             max(b / gpu.host_link_bytes_per_s for b, gpu in zip(held, gpus, strict=True)),
+            # keys and values are read and written by a kernel each
+            4 * LAUNCH_S * max(len(stage.layers) for stage in self.pipeline.plan.stages),
         )
 
     @property

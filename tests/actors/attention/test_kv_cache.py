@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from actors.attention.addresses import Scoring
-from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, joined_moves
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.attention.stored import Stored, quantized
 from actors.messages import MicroBatch, Move, TokenRange
@@ -83,12 +83,14 @@ def test_a_cleared_slot_holds_nothing_of_what_was_not_finite() -> None:
     assert keys.read(everything, torch.float32)[:, 4:7].isnan().all()
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("kv_bits", [16, 8])
 @pytest.mark.parametrize(
-    "moves", [[(0, 9, 5)], [(4, 2, 6)], [(2, 4, 6)], [(4, 0, 3), (0, 4, 8)], [(3, 3, 2)]]
+    "moves",
+    [[(0, 9, 5)], [(4, 2, 6)], [(2, 4, 6)], [(4, 0, 3), (0, 4, 8)], [(3, 3, 2)], [(0, 3, 4)] * 3],
 )
 def test_moves_take_keys_and_values_of_every_layer(
-    moves: list[tuple[int, int, int]], kv_bits: int
+    moves: list[tuple[int, int, int]], kv_bits: int, together: bool
 ) -> None:
     """In order, and as if all tokens were read first, whichever way they overlap."""
     torch.manual_seed(0)
@@ -100,10 +102,16 @@ def test_moves_take_keys_and_values_of_every_layer(
         for each in cache.append(layer, cache.addresses(batch), *torch.randn(2, 16, 2, 8))
     ]
     before = [each.read(everything, torch.float32).clone() for each in held]
-    cache.move([Move(*each) for each in moves])
-    for stored, expected in zip(held, before, strict=True):
+    for expected in before:
         for begin, to, tokens in moves:
             expected[:, to : to + tokens] = expected[:, begin : begin + tokens].clone()
+    if together:
+        taken, put = map(torch.from_numpy, joined_moves([Move(*each) for each in moves]))
+        for stored in held:
+            stored.rearrange(taken, put)
+    else:
+        cache.move([Move(*each) for each in moves])
+    for stored, expected in zip(held, before, strict=True):
         assert torch.equal(stored.read(everything, torch.float32), expected)
 
 

@@ -192,7 +192,7 @@ class PeakSimulation(S3Simulation):
             share -= Fraction(self.was_less, self.expected_in_all)
         answer = max(1, math.ceil(self.expected[each.arrival] * share))
         if answer <= each.generated:
-            answer = each.generated + max(32, each.generated // 2)
+            answer = each.generated + max(self.grows_by, each.generated // 4)
         return min(answer, each.most - each.prompt) - 1 - each.generated
 
     def stays_within(self, newcomer: SimRequest) -> bool:
