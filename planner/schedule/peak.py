@@ -19,6 +19,9 @@ from planner.schedule.orca import OrcaPolicy, Waiting
 from planner.schedule.passes import JobRows, OrcaSizes
 from planner.schedule.s3 import Outgrown, Pool, S3Policy, S3Schedule
 from planner.scheduling import GROWTH
+from planner.workload import MAX_TOKENS
+
+KINDS = 2 * MAX_TOKENS.bit_length()
 
 
 def first_range(tokens: int, most: int) -> int:
@@ -32,32 +35,40 @@ def expected_answer(limit: int, expected: int | None) -> int:
 
 
 class Experience:
-    """How much shorter answers became than was expected of them.
+    """How much shorter answers became than was expected of them, by what was: expectations within
+    half an octave learn together, as those of one bucket of a predictor do.
 
     Requests that have not ended count as expected, so that the short ones, which end first, do not
     speak for all.
     """
 
     def __init__(self) -> None:
-        self._expected = self._less = 0
+        self._expected = np.zeros(KINDS, dtype=np.int64)  # in all, of those that joined
+        self._less = np.zeros(KINDS, dtype=np.int64)  # of those that ended
 
     def begin(self, expected: int) -> None:
-        self._expected += expected
+        self._expected[_kind(expected)] += expected
 
     def end(self, expected: int, answer: int) -> None:
-        self._less += expected - answer
+        self._less[_kind(expected)] += expected - answer
 
     def left(self, foreseen: IntArray) -> IntArray:
         """Tokens by which requests [n] will still grow, of what is `foreseen` [n, 4] of them. An
         answer that is longer than expected is foreseen to grow by a quarter of what it has.
         """
         _, given, expected, limit = foreseen.T
-        if self._expected:
-            share = expected * (self._expected - self._less)
-            expected = np.maximum(-(-share // self._expected), 1)
+        kinds = np.frexp(expected * expected)[1]
+        in_all = self._expected[kinds]
+        share = expected * (in_all - self._less[kinds])
+        learnt = np.maximum(-(-share // np.maximum(in_all, 1)), 1)
+        answers = np.where(in_all > 0, learnt, expected)
         more = given + np.maximum(GROWTH, given // 4)
-        answers = np.where(expected > given, expected, more)
+        answers = np.where(answers > given, answers, more)
         return np.asarray(np.minimum(answers, limit) - 1 - given, dtype=np.int64)
+
+
+def _kind(expected: int) -> int:
+    return (expected * expected).bit_length()
 
 
 class Peak:

@@ -6,6 +6,7 @@ papers      the paper's models and GPUs, in virtual time
 mixed       mixed clusters, on the stages of llmpq's plans
 memory      KV memory from scarce to ample
 accuracy    predictions from all right to chance
+prompts     short jobs of long prompts and answers of some words
 objective   throughput where every token has a time (fig. 4d)
 breakdown   seconds of generating, of preempting, and of predicting and scheduling (fig. 6)
 predictors  predictors of four sizes (table 5)
@@ -23,6 +24,7 @@ PARTS = {
     "mixed": (tables.mixed_arguments, tables.run_mixed),
     "memory": (tables.memory_arguments, tables.run_memory),
     "accuracy": (tables.accuracy_arguments, tables.run_accuracy),
+    "prompts": (tables.prompts_arguments, tables.run_prompts),
     "objective": table_part("objective", figures.objective_table),
     "breakdown": table_part("breakdown", figures.breakdown_table),
     "predictors": table_part("predictors", figures.predictors_table),

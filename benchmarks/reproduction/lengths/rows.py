@@ -52,7 +52,7 @@ class Rows:
     @cached_property
     def deciles(self) -> IntArray:
         """The greatest answer of each of ten buckets, which have as many rows each."""
-        return np.array(even_buckets(self.answers, self.limit, BUCKETS), dtype=np.int64)
+        return np.array(even_buckets(self.answers, int(self.answers.max())), dtype=np.int64)
 
     @cached_property
     def longest(self) -> int:
@@ -109,6 +109,13 @@ def short_answers(count: int, seed: int) -> Rows:
     answers = _lognormal(random, count, MEAN_ANSWER, LONGEST // 2)
     limit = LONGEST - int(prompts.max())
     return Rows("short answers", prompts, answers, limit, tenths(limit))
+
+
+def long_prompts(count: int, seed: int) -> Rows:
+    """Prompts of 64 to 1,024 tokens with answers of at most 16."""
+    random = np.random.default_rng([seed, 1])
+    prompts, answers = random.integers(64, 1025, count), random.integers(1, 17, count)
+    return Rows("long prompts", prompts, answers, 16, np.array([16]))
 
 
 def _lognormal(random: np.random.Generator, count: int, mean: float, most: int) -> IntArray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from benchmarks.lab import header, table_row
@@ -18,11 +19,13 @@ from benchmarks.planning.job_cases import settings
 from benchmarks.reproduction.lengths.rows import (
     Rows,
     confusion_of,
+    long_prompts,
     recorded,
     short_answers,
     tenths,
 )
 from benchmarks.reproduction.lengths.virtual_job import (
+    POLICIES,
     Contestant,
     Memory,
     Predicted,
@@ -241,4 +244,36 @@ def accuracy_table(rows: Rows, seed: int) -> None:
                 f"{run.tokens_per_s / oracle:.2f}",
                 f"{run.preemptions / len(rows):.2f}",
             ]
+        print(table_row(cells), flush=True)
+
+
+SHORT_JOBS = (64, 256)
+PROMPTED = (
+    Setting("llama-13b", 1, "", GPU, MOST_BATCH),
+    Setting("opt-66b", 4, "", GPU, MOST_BATCH),
+)
+BATCHES, PARTS = (8, 16, 32), (0, 128)
+
+
+def prompts_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this part."""
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run_prompts(options: argparse.Namespace) -> None:
+    """Print tokens per second of jobs that have room at once, for prompts whole and in parts, with
+    the micro-batches that suit each policy best.
+    """
+    policies = ("longest", "published", "foreseen")
+    print(header(f"rows | model, GPUs | parts | {' | '.join(POLICIES[each] for each in policies)}"))
+    for count, setting, part in product(SHORT_JOBS, PROMPTED, PARTS):
+        rows = long_prompts(count, options.seed)
+        memory = whole_memory(setting, rows)
+        cells = [str(count), f"{setting.model}, {setting.gpus}", str(part or "whole")]
+        first = 0.0
+        for kind in policies:
+            contestant = Contestant(kind, kind, rows.answers, part_tokens=part)
+            speed = max(contestant.run(memory, rows, most).tokens_per_s for most in BATCHES)
+            first = first or speed
+            cells.append(f"{speed:.1f} ({speed / first:.2f})")
         print(table_row(cells), flush=True)

@@ -253,17 +253,18 @@ class Contestant:
     """A way to reserve: "longest", "published" (S³), "foreseen" (`s3`) or "blocks".
 
     `park_tokens_from`: the least tokens of preempted requests that are parked in host memory; 0:
-    all are computed again.
+    all are computed again. `part_tokens`: those of a prompt that a micro-batch has, 0 for all.
     """
 
     name: str
     kind: str
     expected: IntArray | None = None
     park_tokens_from: int = 1
+    part_tokens: int = 0
 
     def best(self, memory: Memory, rows: Rows) -> JobRun:
         """The run of the job with the micro-batches that suit it best."""
-        runs = (self._run(memory, rows, most) for most in self._sizes(memory, rows))
+        runs = (self.run(memory, rows, most) for most in self._sizes(memory, rows))
         return max(runs, key=lambda run: run.tokens_per_s)
 
     def _sizes(self, memory: Memory, rows: Rows) -> Iterator[int]:
@@ -284,13 +285,14 @@ class Contestant:
         """
         most = max(self._sizes(memory, rows))
         while most:
-            run = self._run(memory, rows, most)
+            run = self.run(memory, rows, most)
             if np.quantile(run.token_s, share) <= token_s:
                 return run
             most //= 2
         return None
 
-    def _run(self, memory: Memory, rows: Rows, most: int) -> JobRun:
+    def run(self, memory: Memory, rows: Rows, most: int) -> JobRun:
+        """The run of the job with micro-batches of at most so many requests."""
         scheduler = self.scheduler(memory, rows, most)
         return run_job(scheduler, memory.pipeline.times, rows, self.expected, memory.costs)
 
@@ -312,6 +314,7 @@ class Contestant:
             n_slots=max(longest, int((1 - holes_of(policy)) * kv_tokens)),
             max_batch_size=most,
             max_batch_tokens=tokens,
+            prefill_chunk_tokens=self.part_tokens,
             park_tokens_from=parks * self.park_tokens_from,
             parked_tokens=parks * memory.parked_tokens,
         )

@@ -10,6 +10,7 @@ and in who fits.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -166,8 +167,8 @@ class PeakSimulation(S3Simulation):
 
     grows_by: int = 32
     looked_at: int = 0
-    expected_in_all: int = 0
-    was_less: int = 0
+    expected_in_all: Counter[int] = field(default_factory=Counter)  # by half octaves
+    was_less: Counter[int] = field(default_factory=Counter)
     is_settled: bool = False
     expected: dict[int, int] = field(default_factory=dict)  # by arrival
 
@@ -185,11 +186,20 @@ class PeakSimulation(S3Simulation):
         self.is_settled = False
         return min(each.prompt + each.generated + self.grows_by, each.most)
 
+    def kind(self, each: SimRequest) -> int:
+        """The half octave of what is expected: the first power of the root of 2 that is above it,
+        by its square.
+        """
+        kind = 0
+        while 2**kind <= self.expected[each.arrival] ** 2:
+            kind += 1
+        return kind
+
     def to_come(self, each: SimRequest) -> int:
         """Tokens by which its context is foreseen to grow."""
-        share = Fraction(1)
-        if self.expected_in_all:
-            share -= Fraction(self.was_less, self.expected_in_all)
+        share, kind = Fraction(1), self.kind(each)
+        if self.expected_in_all[kind]:
+            share -= Fraction(self.was_less[kind], self.expected_in_all[kind])
         answer = max(1, math.ceil(self.expected[each.arrival] * share))
         if answer <= each.generated:
             answer = each.generated + max(self.grows_by, each.generated // 4)
@@ -220,7 +230,7 @@ class PeakSimulation(S3Simulation):
 
     def joins(self, each: SimRequest) -> None:
         if not each.preempted:
-            self.expected_in_all += self.expected[each.arrival]
+            self.expected_in_all[self.kind(each)] += self.expected[each.arrival]
 
     def cancel(self, name: str) -> None:
         super().cancel(name)
@@ -229,4 +239,4 @@ class PeakSimulation(S3Simulation):
     def ends(self, each: SimRequest, is_cancelled: bool) -> None:
         self.is_settled = False
         if not is_cancelled:
-            self.was_less += self.expected[each.arrival] - each.generated
+            self.was_less[self.kind(each)] += self.expected[each.arrival] - each.generated
