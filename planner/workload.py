@@ -135,7 +135,7 @@ HOLES = 0.05
 """Share of token slots that stays free where requests reserve different numbers: with none, ranges
 of the conversation trace move by ten tokens for each token of a request (docs/scheduling.md).
 """
-GROWING_HOLES = 0.01
+GROWING_HOLES = 0.02
 """The same where ranges grow: half of what they grow by is empty in the mean besides."""
 
 
