@@ -26,8 +26,14 @@ CALLED = ("Look", '{"town": "Ulm é"}')
 MANY = f"<think>hm</think>I look.\n{CALL}\n{CALL}"
 
 
-def engine(answer: str) -> PretendEngine:
+TAGGED = "<tool_call>{}</tool_call>"
+QWEN = TAGGED.format("<function=Look>\n<parameter=town>\nUlm é\n</parameter>\n</function>\n")
+GLM = TAGGED.format("Look\n<arg_key>town</arg_key>\n<arg_value>Ulm é</arg_value>\n")
+
+
+def engine(answer: str, tool_parser: str = "hermes") -> PretendEngine:
     return PretendEngine(
+        tool_parser=tool_parser,
         answer=lambda request: answer.encode(),
         markers=Markers("<think>", "</think>"),
         limits=EngineLimits(1000, 1000, 2000, 1000, 257),
@@ -75,18 +81,23 @@ def test_calls_come_apart(
     assert len({each["id"] for each in told}) == len(told)
 
 
-def test_the_client_of_openai_reads_calls_and_sends_their_results_back() -> None:
+@pytest.mark.parametrize(
+    ("tool_parser", "call"), [("hermes", CALL), ("qwen3_coder", QWEN), ("glm45", GLM)]
+)
+def test_the_client_of_openai_reads_calls_and_sends_their_results_back(
+    tool_parser: str, call: str
+) -> None:
     messages: list[Any] = [{"role": "user", "content": "Is it warm?"}]
 
     async def scenario() -> None:
-        served = engine(MANY)
+        served = engine(MANY.replace(CALL, call), tool_parser)
         async with serving(served) as server:
             given = {"base_url": f"{url(server)}/v1", "api_key": "-", "max_retries": 0}
             async with openai.AsyncOpenAI(**given) as client:
                 asked: dict[str, Any] = {"model": "pretend", "messages": messages, "tools": [LOOK]}
                 parsed = await client.chat.completions.parse(**asked)
-                (call, _) = parsed.choices[0].message.tool_calls or ()
-                assert call.function.parsed_arguments == Look(town="Ulm é")
+                (first, _) = parsed.choices[0].message.tool_calls or ()
+                assert first.function.parsed_arguments == Look(town="Ulm é")
                 async with client.chat.completions.stream(**asked) as stream:
                     async for _ in stream:
                         pass
@@ -96,7 +107,7 @@ def test_the_client_of_openai_reads_calls_and_sends_their_results_back() -> None
                 functions = [each.function for each in streamed.message.tool_calls or ()]
                 assert [(f.name, f.arguments) for f in functions] == [CALLED] * 2
                 assert functions[0].parsed_arguments == Look(town="Ulm é")
-                answer = {"role": "tool", "tool_call_id": call.id, "content": "20 degrees"}
+                answer = {"role": "tool", "tool_call_id": first.id, "content": "20 degrees"}
                 messages.extend([parsed.choices[0].message.model_dump(), answer])
                 served.answer = lambda request: b"Yes."
                 again = await client.chat.completions.create(**asked)
