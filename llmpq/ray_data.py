@@ -97,11 +97,11 @@ def _generated(
     return dataset.map_batches(
         _Generation,
         fn_constructor_args=(type(plan), plan.spec, dict(options), os.getcwd()),
-        compute=ActorPoolStrategy(size=1),
+        # Of several tasks any may come first, and draws go by the number of a row.
+        compute=ActorPoolStrategy(size=1, max_tasks_in_flight_per_actor=1),
         batch_size=batch_size,
         batch_format="pyarrow",
         num_cpus=0,
-        allow_out_of_order_execution=False,  # as draws go by the number of a row
         label_selector={"ray.io/node-id": node},
     )
 
