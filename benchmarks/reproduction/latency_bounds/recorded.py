@@ -19,6 +19,7 @@ from benchmarks.reproduction.gpts import POSITIONS
 from benchmarks.reproduction.latency_bounds.models import MODELS
 from benchmarks.reproduction.latency_bounds.schedules import rra_of, waa_of
 from benchmarks.reproduction.latency_bounds.setting import Bounded, FixedBatches, Setting
+from benchmarks.reproduction.orca.traces import recorded_tokens
 from planner.latency_bound.timeline import Timeline
 from planner.lengths import IntArray, RequestLengths
 
@@ -93,10 +94,7 @@ def run_with(schedules: Bounded, bound_s: float, lengths: RequestLengths) -> Tim
 
 def recordings(data: Path) -> Iterator[tuple[str, IntArray]]:
     """Yield the recorded requests' prompt and output tokens [requests, 2]."""
-    traces = {}
-    for name in ("conv", "code"):
-        path = data / "traces" / f"splitwise_{name}.csv"
-        traces[name] = np.loadtxt(path, delimiter=",", skiprows=1, usecols=(1, 2)).astype(np.int64)
+    traces = {name: recorded_tokens(data, name) for name in ("conv", "code")}
     yield from traces.items()
     path = data / "lengths" / "vicuna13b_predictions.csv"
     outputs = np.loadtxt(path, np.int64, delimiter=",", skiprows=1, usecols=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.reproduction.orca.traces import recorded_tokens
 from llmpq.lengths.predictor import even_buckets
 
 IntArray = npt.NDArray[np.int64]
@@ -83,8 +83,8 @@ def recorded(data: Path, count: int, seed: int) -> Rows:
 
     A class stands for the answers between two quantiles; its greatest is what is expected.
     """
-    with (data / "lengths" / "vicuna13b_predictions.csv").open(newline="") as file:
-        table = np.array([list(map(int, row)) for row in list(csv.reader(file))[1:]])
+    path = data / "lengths" / "vicuna13b_predictions.csv"
+    table = np.loadtxt(path, np.int64, delimiter=",", skiprows=1)
     bounds = np.quantile(table[:, 0], CLASS_QUANTILES).astype(np.int64)
     limit = int(table[:, 0].max())
     random = np.random.default_rng([seed, 1])
@@ -96,8 +96,7 @@ def recorded(data: Path, count: int, seed: int) -> Rows:
 
 def _prompts(data: Path, random: np.random.Generator, count: int) -> IntArray:
     """Prompts of recorded conversations, scaled so that their 99th percentile is 512 tokens."""
-    with (data / "traces" / "splitwise_conv.csv").open(encoding="utf-8", newline="") as file:
-        tokens = np.array([int(row["num_prefill_tokens"]) for row in csv.DictReader(file)])
+    tokens = recorded_tokens(data, "conv")[:, 0]
     scaled = np.rint(tokens * (512 / np.percentile(tokens, 99))).astype(np.int64)
     return random.choice(np.clip(scaled, 1, 512), count)
 

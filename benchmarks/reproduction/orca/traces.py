@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 PROMPTS = (32, 512)
 OUTPUTS = (1, 128)
@@ -67,15 +67,17 @@ def _conversations(data: Path) -> list[tuple[int, int]]:
     Both are multiplied by what brings their 99th percentile to the greatest length of each kind,
     and bounded by that.
     """
-    path = data / "traces" / "splitwise_conv.csv"
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
     columns = []
-    for name, most in (("num_prefill_tokens", PROMPTS[1]), ("num_decode_tokens", OUTPUTS[1])):
-        values = np.array([int(row[name]) for row in rows])
+    for values, most in zip(recorded_tokens(data, "conv").T, (PROMPTS[1], OUTPUTS[1]), strict=True):
         scaled = np.rint(values * (most / np.percentile(values, 99))).astype(np.int64)
         columns.append(np.clip(scaled, 1, most).tolist())
     return list(zip(*columns, strict=True))
+
+
+def recorded_tokens(data: Path, trace: str) -> npt.NDArray[np.int64]:
+    """Prompt and output tokens of the requests of a recorded trace [requests, 2]."""
+    path = data / "traces" / f"splitwise_{trace}.csv"
+    return np.loadtxt(path, np.int64, delimiter=",", skiprows=1, usecols=(1, 2))
 
 
 def poisson(lengths: Sequence[Lengths], per_s: float, seed: int) -> Trace:
