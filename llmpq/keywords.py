@@ -18,7 +18,7 @@ from llmpq.rows.sampling import GenerationConfigUse
 from llmpq.rows.tools import ToolParser
 from planner.optimiser.names import Objective
 from planner.options import Quality
-from planner.scheduling import PolicyName
+from planner.scheduling import PlannedPolicy, PolicyName
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,7 +56,7 @@ class PlanKeywords(TypedDict, total=False):
     memory_margin: float
     strict_profiles: bool
     no_measuring: bool
-    policy: PolicyName
+    policy: PlannedPolicy
     max_batch_size: int | None
     prefill_chunk_tokens: int | None
     tensor_parallel: int | str

@@ -34,12 +34,14 @@ from planner.option_rules import (
 )
 from planner.planning_rules import BOUNDS, PLAN_RULES
 from planner.scheduling import (
+    COMPARED,
     POLICY_NAMES,
     PREDICTING,
     PREFILL_CHUNK_TOKENS,
     SCHEDULE_KINDS,
     STATIC,
-    PolicyName,
+    TOKEN_POLICIES,
+    PlannedPolicy,
     PolicyOptions,
     ScheduleKind,
     policy_options,
@@ -219,11 +221,12 @@ class PlanOptions:
         "plan for this machine's CPU by typical figures, where there are no profiles; else its "
         "kernels are measured once, which takes seconds (also: LLMPQ_NO_MEASURING=1)"
     )
-    policy: PolicyName = option(
-        POLICY_NAMES,
+    policy: PlannedPolicy = option(
+        (AUTO, *POLICY_NAMES),
         "scheduling to plan for: micro-batches of one phase (static), or at every iteration anew "
-        "first come, first served (orca) or by predicted lengths (s3) (default: static); exegpt is "
-        "that of --max_request_latency_s",
+        "first come, first served (orca) or by predicted lengths (s3) (default: static); auto "
+        "plans for static and orca, in half the time each, and takes the one with the faster "
+        "forecast; exegpt is that of --max_request_latency_s",
         STATIC,
         within=ANY,  # with the next two, `PolicyOptions` checks it
     )
@@ -297,7 +300,24 @@ class PlanOptions:
 
     @property
     def scheduling(self) -> PolicyOptions:
-        return policy_options(self.policy, self.max_batch_size, self.prefill_chunk_tokens)
+        name = COMPARED[-1] if self.policy == "auto" else self.policy
+        return policy_options(name, self.max_batch_size, self.prefill_chunk_tokens)
+
+    @property
+    def compared(self) -> tuple[PlanOptions, ...]:
+        """The options of the plans that policy `auto` compares; none of other policies."""
+        limit_s = self.search_time_limit / len(COMPARED)
+        half = dataclasses.replace(self, policy=COMPARED[-1], search_time_limit=limit_s)
+        own = self.max_batch_size, self.prefill_chunk_tokens
+        return tuple(
+            dataclasses.replace(
+                half,
+                policy=name,
+                max_batch_size=own[0] if name in TOKEN_POLICIES else None,
+                prefill_chunk_tokens=own[1] if name in TOKEN_POLICIES else None,
+            )
+            for name in (COMPARED if self.policy == AUTO else ())
+        )
 
     @property
     def without_heads(self) -> PlanOptions:

@@ -72,7 +72,7 @@ PLAN_RULES = (
         ("predictor",),
         "only policy s3 reserves by predicted lengths; choose it, or leave the predictor out",
         beside="policy",
-        values=tuple(name for name in POLICY_NAMES if name not in PREDICTING),
+        values=("auto", *(name for name in POLICY_NAMES if name not in PREDICTING)),
     ),
     Rule(
         ("predictor",),
@@ -88,7 +88,7 @@ PLAN_RULES = (
         ("policy",),
         f"the schedules of {BOUNDED} are made for a bound; give one (inf: any latency)",
         without=("max_request_latency_s",),
-        honoured=tuple(name for name in POLICY_NAMES if name != BOUNDED),
+        honoured=("auto", *(name for name in POLICY_NAMES if name != BOUNDED)),
     ),
     Rule(
         ("policy",),
@@ -129,6 +129,12 @@ FRONT_RULES = (
         "a baseline of the paper is one plan and has no front; leave one of them out",
         beside="method",
         values=BASELINE_METHODS,
+    ),
+    Rule(
+        ("pareto",),
+        "auto compares two plans, and a front has many; choose a policy",
+        beside="policy",
+        values=("auto",),
     ),
     Rule(
         ("theta", "quality", *BOUNDS),

@@ -22,6 +22,11 @@ request reserves room for the answer that is expected of it, and the longest tha
 `exegpt`: the plan's schedule for a bound on latency, prompts and decode steps apart.
 `actors.schedule.table` has a scheduler for each."""
 
+PlannedPolicy = PolicyName | Literal["auto"]
+"""`auto`: that of `COMPARED` whose plan is forecast to be the fastest."""
+
+COMPARED: tuple[PolicyName, ...] = ("static", "orca")
+
 POLICY_NAMES: tuple[PolicyName, ...] = ("static", "orca", "s3", "s3-published", "exegpt")
 STATIC: PolicyName = "static"
 FORESEEING: PolicyName = "s3"

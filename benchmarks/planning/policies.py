@@ -3,7 +3,8 @@
     python -m benchmarks.planning.policies [--model opt-6.7b] [--devices T4-16GB] [--seconds 10]
 
 Ten shapes of job, drawn with a fixed seed; two stages unless the shape says otherwise. Each plan is
-searched for so many seconds, and its tokens per second are those of the whole job simulated.
+searched for so many seconds (of `auto` both together), and its tokens per second are those of the
+whole job simulated.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Plan and print Markdown."""
     options = read_options(arguments)
     print(f"{processor_name()}; {options.model} on {options.devices}, at 16 and 8 bit\n")
-    print(header(f"job | {' | '.join(options.policies)} | orca of static"))
+    print(header(f"job | {' | '.join(options.policies)} | auto takes | auto of the better one"))
     for shape in SHAPES:
         cluster = Cluster.from_counts([options.devices], [shape.stages])
         rates: dict[str, float] = {}
+        taken = ""
         for policy in options.policies:
             plan = cluster.plan(
                 options.model,
@@ -85,9 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 policy=policy,
                 search_time_limit=options.seconds,
             )
-            rates[policy] = plan.predicted.tokens_per_s
+            rates[policy], taken = plan.predicted.tokens_per_s, plan.spec.policy.name
         cells = " | ".join(f"{rate:,.0f}" for rate in rates.values())
-        print(f"| {shape.name} | {cells} | {rates['orca'] / rates['static']:.3f} |", flush=True)
+        share = rates[options.policies[-1]] / max(rates.values())
+        print(f"| {shape.name} | {cells} | {taken} | {share:.3f} |", flush=True)
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -96,7 +99,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="opt-6.7b")
     parser.add_argument("--devices", default="V100-SXM2-16GB", help="the kind of all of them")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each search")
-    parser.add_argument("--policies", nargs="+", default=["static", "orca"])
+    parser.add_argument("--policies", nargs="+", default=["static", "orca", "auto"])
     return parser.parse_args(arguments)
 
 

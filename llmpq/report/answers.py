@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import fmean
 
 from llmpq.report.formatting import (
     count,
@@ -23,6 +22,7 @@ from llmpq.report.quality import loss, loss_head
 from llmpq.report.reasons import LEAST_GAIN
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.model.stored_bits import ADDED_ERRORS, MOST_ADDED
+from planner.plan.builder import plan_choice
 from planner.plan.parts import JobForecast, MoreDevices, PlanChoice
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import FORESEEING, PREDICTING, TOKEN_POLICIES
@@ -47,6 +47,7 @@ def _answers(plan: PlanSpec, job: JobForecast | None) -> list[tuple[str, str]]:
         ("How long?", _how_long(plan, job) if job is not None else ""),
         ("At which quality?", _qualities(plan)),
         ("And in full precision?", _full_precision(plan)),
+        ("Under which policy?", _policies(plan)),
         ("In groups of devices?", _grouped(plan)),
         ("With more devices?", _more_devices(plan)),
         ("At which cost?", _cost(plan, job) if job is not None else ""),
@@ -140,20 +141,6 @@ def what_is_planned(plan: PlanSpec) -> str:
     )
 
 
-def plan_choice(plan: PlanSpec) -> PlanChoice:
-    """The plan as one choice among those for the same job; bits and sensitivity in the mean of both
-    sides, where some stages prefill and others decode.
-    """
-    sides = [plan] if plan.prefill_plan is None else [plan, plan.prefill_plan]
-    bits = [each for side in sides for stage in side.stages for each in stage.bitwidths]
-    return PlanChoice(
-        in_flight=plan.workload.global_batch,
-        tokens_per_s=plan.predicted.tokens_per_s,
-        sensitivity=max(0.0, fmean(side.solver.sensitivity for side in sides)),
-        mean_bits=fmean(bits),
-    )
-
-
 def beaten(plan: PlanSpec) -> str:
     """A sentence on the plan that has more tokens per second and less sensitivity, if there is."""
     better, present = plan.beside.beaten_by, plan_choice(plan)
@@ -161,6 +148,15 @@ def beaten(plan: PlanSpec) -> str:
         return ""
     gives = _gives(plan, better)
     return f"{count(better.in_flight)} in flight {gives}: leave out --global_bz"
+
+
+def _policies(plan: PlanSpec) -> str:
+    """The policy that was taken by its forecast, and the other one."""
+    other = plan.beside.other_policy
+    if other is None:
+        return ""
+    own = f"{plan.policy.name} (taken) {per_second(plan.predicted.tokens_per_s)} tokens/s"
+    return f"policy: {own}; {other.policy} {per_second(other.plan.tokens_per_s)}"
 
 
 def _grouped(plan: PlanSpec) -> str:
@@ -386,6 +382,9 @@ def _choices(plan: PlanSpec) -> Iterator[tuple[str, PlanChoice, str]]:
         yield f"all layers at {bits} bit", full, f"--bits {bits}"
     if beaten(plan) and beside.beaten_by is not None:
         yield "fewer in flight", beside.beaten_by, "--input or --prompts in place of --global_bz"
+    other = beside.other_policy
+    if other is not None:
+        yield f"under policy {other.policy}", other.plan, f"--policy {other.policy}"
     if beside.grouped is not None:
         yield "in groups of devices", beside.grouped, _IN_GROUPS
     for more, kind in _gaining_devices(plan):

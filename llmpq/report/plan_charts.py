@@ -9,12 +9,12 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from llmpq.report.answers import plan_choice
 from llmpq.report.charts import ACCENT, CARD, Axis, columns, label, polyline, rows, spot, svg, text
 from llmpq.report.formatting import count, duration, listed, number, per_second, shortened
 from llmpq.report.quality import divergence_of, lost, percent_more
 from llmpq.report.rendering import write_picture
 from planner.explanation.explain import Explanation
+from planner.plan.builder import plan_choice
 from planner.plan.parts import DivergenceScale, PlanChoice
 from planner.plan.simulate import simulated_cycles
 from planner.plan.spec import PlanSpec

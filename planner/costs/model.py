@@ -161,7 +161,7 @@ class CostModel:
         return replace(chosen, max_batch_size=chosen.max_batch_size or sizes.decode)
 
     def in_flight(self, job: Job, requests: int) -> Workload:
-        return job.in_flight(requests, self.options.policy)
+        return job.in_flight(requests, self.options.scheduling.name)
 
     def with_in_flight(self, job: Job, requests: int) -> CostModel:
         return replace(self, workload=self.in_flight(job, requests))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from planner.adapters import adapter_folders
 from planner.cluster.described import entry_of
@@ -22,7 +23,13 @@ from planner.optimiser.assignment import Assignment, AssignmentCosts, stage_time
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.plan.file import PLAN_VERSION
 from planner.plan.modelled_times import ModelledTimes, modelled_times
-from planner.plan.parts import JobForecast, PlannedAdapters, PlannedWeights, Prediction
+from planner.plan.parts import (
+    JobForecast,
+    PlanChoice,
+    PlannedAdapters,
+    PlannedWeights,
+    Prediction,
+)
 from planner.plan.spec import Baseline, PlannedModel, PlanSpec, SolverRecord, StagePlan
 from planner.simulation.job_simulation import MOST_PASSES, Forecast, forecast_assignment
 from planner.workload import MicroBatches, Workload
@@ -102,6 +109,20 @@ def build_plan(
         adapters=_adapters(costs),
     )
     return replace(plan, weights=_weights(plan, shape))
+
+
+def plan_choice(plan: PlanSpec) -> PlanChoice:
+    """The plan as one choice among those for the same job; bits and sensitivity in the mean of both
+    sides, where some stages prefill and others decode.
+    """
+    sides = [plan] if plan.prefill_plan is None else [plan, plan.prefill_plan]
+    bits = [each for side in sides for stage in side.stages for each in stage.bitwidths]
+    return PlanChoice(
+        in_flight=plan.workload.global_batch,
+        tokens_per_s=plan.predicted.tokens_per_s,
+        sensitivity=max(0.0, fmean(side.solver.sensitivity for side in sides)),
+        mean_bits=fmean(bits),
+    )
 
 
 def _weights(plan: PlanSpec, shape: ModelShape) -> PlannedWeights | None:

@@ -16,6 +16,7 @@ from planner.costs.memory import StageMemory
 from planner.lengths import RequestLengths
 from planner.optimiser.problem import JobPasses
 from planner.options import Quality
+from planner.scheduling import PolicyName
 from planner.workload import MAX_REQUESTS, Job
 from quant.backends.table import KERNEL_RULES
 from quant.rounding.importance_header import FINGERPRINT_HEX
@@ -267,6 +268,12 @@ class QualityChoice:
 
 
 @dataclass(frozen=True, config=STRICT)
+class PolicyChoice:
+    policy: PolicyName
+    plan: PlanChoice
+
+
+@dataclass(frozen=True, config=STRICT)
 class MoreDevices:
     accelerator: str
     node: str
@@ -279,7 +286,8 @@ class PlansBeside:
     """`quality` is that of `qualities` which was taken (None: theta, a bound or a method decided).
     `full_precision` is the fastest at the most bits allowed, `curve` the best for other numbers in
     flight, `beaten_by` a plan of fewer prompts that is faster and loses less, `grouped` a better
-    one with groups of devices, where none were tried.
+    one with groups of devices, where none were tried, `other_policy` the one that policy `auto` did
+    not take.
     """
 
     quality: Quality | None = None
@@ -289,3 +297,4 @@ class PlansBeside:
     more_devices: tuple[MoreDevices, ...] = ()
     beaten_by: PlanChoice | None = None
     grouped: PlanChoice | None = None
+    other_policy: PolicyChoice | None = None

@@ -12,9 +12,10 @@ from planner.costs.model import CostModel
 from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
 from planner.options import PlanOptions, quality_of
-from planner.plan.builder import build_plan
+from planner.plan.builder import build_plan, plan_choice
 from planner.plan.kv_copies import warned_of_heads
 from planner.plan.origin import origin_of
+from planner.plan.parts import PolicyChoice
 from planner.plan.spec import PlanSpec
 from planner.profiles.perplexity_fit import expected_divergence, with_quality
 from planner.profiles.sensitivity import planned_importance
@@ -32,7 +33,7 @@ from planner.search.request import (
     with_fitting_cache,
 )
 from planner.workload import Job, Workload
-from quant.common.errors import BoundNotMetError, SpecError
+from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
 from quant.scheme import GPTQ
 
 
@@ -53,6 +54,10 @@ def find_plan(
     """The best plan for `shape`, found at `source`, and its costs; SpecError for what cannot be
     planned, InfeasibleError if nothing fits.
     """
+    if options.compared:
+        return _best_policy(
+            options, lambda each: find_plan(cluster, shape, source, workload, each, clock)
+        )
     check_rounding(shape, options)
     if options.rounding == GPTQ and shape.stored is not None:
         shape = shape.plain  # of a GGUF file, whose codes are decoded to be calibrated
@@ -65,6 +70,36 @@ def find_plan(
     if warned_of_heads(plan):
         return find_plan(cluster, shape, source, workload, options.without_heads, clock)
     return replace(found, plan=plan)
+
+
+SAME_SPEED = 0.01
+"""Share of the time below which the first of the compared policies stays: forecasts err by more."""
+
+
+def _best_policy(options: PlanOptions, find: Callable[[PlanOptions], PricedPlan]) -> PricedPlan:
+    """The plan of the policy that takes least time, and what quality is worth beside it."""
+    found: list[PricedPlan] = []
+    refused: InfeasibleError | None = None
+    for each in options.compared:
+        try:
+            found.append(find(each))
+        except InfeasibleError as error:
+            refused = error
+    if not found:
+        assert refused is not None
+        raise refused
+
+    def cost(priced: PricedPlan) -> tuple[float, float]:
+        plan, omega = priced.plan, priced.plan.solver.sensitivity
+        seconds = plan.predicted.latency_s * (1 + SAME_SPEED * (priced is not found[0]))
+        if options.max_latency_s is not None:  # both keep it
+            return omega, seconds
+        return seconds + (options.theta or 0.0) * omega, omega
+
+    best = min(found, key=cost)
+    others = [PolicyChoice(e.plan.policy.name, plan_choice(e.plan)) for e in found if e is not best]
+    beside = replace(best.plan.beside, other_policy=others[0] if others else None)
+    return replace(best, plan=replace(best.plan, beside=beside))
 
 
 def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:

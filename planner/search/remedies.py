@@ -132,7 +132,7 @@ def _smaller_batch(request: PlanningRequest) -> Iterator[Remedy]:
     def of(size: int) -> PlanningRequest:
         if request.job is None:
             return replace(request, workload=replace(request.workload, global_batch=size))
-        workload = request.job.in_flight(size, options.policy)
+        workload = request.job.in_flight(size, options.scheduling.name)
         return replace(request, workload=workload).with_options(in_flight=size)
 
     low = max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)

@@ -70,7 +70,8 @@ class PlanningRequest:
                 )
             least = _least_in_flight(workload, options)
             workload = with_predictor(workload, options)
-            return cls(cluster, shape, workload.in_flight(least, options.policy), options, workload)
+            slots = workload.in_flight(least, options.scheduling.name)
+            return cls(cluster, shape, slots, options, workload)
         if options.in_flight != AUTO:
             raise SpecError(
                 f"in_flight is {options.in_flight} beside a batch of {workload.global_batch}, all "

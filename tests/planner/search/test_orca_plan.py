@@ -25,7 +25,7 @@ from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, P
 from planner.search.find import PricedPlan
 from planner.simulation.simulation import sizes_of_policy
 from planner.workload import HOLES, Job, Workload
-from quant.common.errors import SpecError
+from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.edits import content_of
 from tests.planner.kinds import DELTA, FULL, three_kinds
 from tests.planner.plan_alone import find_plan
@@ -208,3 +208,57 @@ def test_token_slots_of_a_workload() -> None:
     alike = Job.of(99, 30, 5).in_flight(10, "orca")
     assert alike == Workload(10, 30, 5)
     assert alike.reservable_tokens == alike.kv_tokens == 350
+
+
+def small(policy: str, lengths: Lengths, **options: object) -> PlanSpec:
+    cluster = ClusterSpec.from_counts(["T4"], [2])
+    chosen = PlanOptions.of({"policy": policy, "bits": (16,), "relative_gap": 0.02, **options})
+    return find_plan(cluster, model_shape("opt-1.3b"), "opt-1.3b", Job(400, lengths), chosen).plan
+
+
+@pytest.mark.parametrize(
+    ("lengths", "faster"),
+    [
+        (LENGTHS, "orca"),
+        (Lengths((1024, 600, 800), (4, 8, 6)), "static"),
+    ],
+)
+def test_auto_takes_the_policy_with_the_faster_forecast(lengths: Lengths, faster: str) -> None:
+    plans = {name: small(name, lengths) for name in ("static", "orca")}
+    rates = {name: plan.predicted.tokens_per_s for name, plan in plans.items()}
+    (other,) = plans.keys() - {faster}
+    assert rates[faster] > 1.01 * rates[other]
+    found = small("auto", lengths)
+    assert found.policy == plans[faster].policy
+    assert found.predicted.tokens_per_s == pytest.approx(rates[faster], rel=0.02)
+    beside = found.beside.other_policy
+    assert beside is not None
+    assert beside.policy == other
+    assert beside.plan.tokens_per_s == pytest.approx(rates[other], rel=0.02)
+    assert found.origin is not None
+    assert found.origin.options.policy == faster  # by which it is planned again
+
+
+def test_auto_shares_the_time_and_gives_each_policy_its_own_options() -> None:
+    given = {"max_batch_size": 3, "prefill_chunk_tokens": 16, "search_time_limit": 8.0}
+    compared = PlanOptions.of({"policy": "auto", **given}).compared
+    assert [
+        (e.policy, e.max_batch_size, e.prefill_chunk_tokens, e.search_time_limit) for e in compared
+    ] == [("static", None, None, 4.0), ("orca", 3, 16, 4.0)]
+    assert PlanOptions.of({"policy": "orca", **given}).compared == ()
+    with pytest.raises(InfeasibleError, match="GiB"):
+        small("auto", LENGTHS, memory_margin=0.95)
+
+
+def test_auto_goes_with_static_where_both_are_as_fast() -> None:
+    alike = Lengths.constant(64, 16)
+    found = small("auto", alike, in_flight=1)
+    assert found.policy.name == "static"
+
+
+@pytest.mark.parametrize(
+    "options", [{"predictor": "oracle"}, {"max_request_latency_s": 5.0}], ids=str
+)
+def test_auto_is_refused_where_one_policy_has_to_be_chosen(options: dict[str, object]) -> None:
+    with pytest.raises(SpecError, match="policy"):
+        PlanOptions.of({"policy": "auto", **options})
