@@ -33,9 +33,9 @@ def start(folder: Path, cache: CacheSettings, dtype: str) -> list[Stage]:
     [
         ("llama", "float32", "30KB"),
         ("llama-tied", "bfloat16", "30KB"),
-        ("opt-post-norm", "bfloat16", "5GB"),
+        pytest.param("opt-post-norm", "bfloat16", "5GB", marks=pytest.mark.rare),
         ("bloom", "float32", "5GB"),
-        ("gpt_neox", "bfloat16", "5GB"),
+        pytest.param("gpt_neox", "bfloat16", "5GB", marks=pytest.mark.rare),
     ],
 )
 def test_restarted_stages_read_no_cached_layer(

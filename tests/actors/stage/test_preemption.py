@@ -68,6 +68,9 @@ RARE = pytest.mark.rare
 COMPUTED, PARKED, BOTH = (0, 0), (1, 10**6), (12, 30)
 """From how many tokens requests are parked, and how many tokens in all."""
 
+USUAL = [("far too short", way) for way in (COMPUTED, PARKED, BOTH)]
+USUAL += [(guess, BOTH) for guess in ("none, or less", "random", "right")]
+
 Tiny = Callable[[str], tuple[Path, list[list[int]]]]
 
 
@@ -182,7 +185,7 @@ def check_ways(counts: Supervision, guess: str, way: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("guess", "way"),
     [
-        case if case[0] == "far too short" or case[1] == BOTH else pytest.param(*case, marks=RARE)
+        case if case in USUAL else pytest.param(*case, marks=RARE)
         for case in product(GUESSES, (COMPUTED, PARKED, BOTH))
     ],
 )
@@ -211,10 +214,15 @@ def test_ranges_that_grow_lose_no_token(
     assert bool(counts.parked + counts.recomputed) == (guess != "right")
 
 
-@pytest.mark.parametrize("way", [COMPUTED, PARKED])
 @pytest.mark.parametrize(
-    "name",
-    ["bloom", "mistral-sliding", "deepseek_v3", "qwen3_next", pytest.param("qwen3_5", marks=RARE)],
+    ("name", "way"),
+    [
+        *(("bloom", COMPUTED), ("mistral-sliding", PARKED), ("deepseek_v3", PARKED)),
+        *(("qwen3_next", way) for way in (COMPUTED, PARKED)),
+        *(pytest.param(n, COMPUTED, marks=RARE) for n in ("mistral-sliding", "deepseek_v3")),
+        *(pytest.param(n, PARKED, marks=RARE) for n in ("bloom", "qwen3_5")),
+        pytest.param("qwen3_5", COMPUTED, marks=RARE),
+    ],
 )
 def test_families_of_other_positions_and_states(
     name: str, way: tuple[int, int], tiny: Tiny
@@ -242,7 +250,7 @@ def test_ranks_park_what_they_hold_of_each_request(name: str, tiny: Tiny) -> Non
 @pytest.mark.parametrize(
     ("name", "kv_bits", "way"),
     [
-        case if case[1:] == (8, BOTH) or case[1] == 16 else pytest.param(*case, marks=RARE)
+        case if case[2] == BOTH else pytest.param(*case, marks=RARE)
         for case in product(["llama"], [16, 8], [COMPUTED, PARKED, BOTH])
     ]
     + [pytest.param("deepseek_v3", 8, way, marks=RARE) for way in (COMPUTED, PARKED, BOTH)],

@@ -112,15 +112,15 @@ def hidden_of(stages: Sequence[Stage], batch: MicroBatch, token_ids: Tensor) -> 
     return x
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "bits"),
     [
-        "wide",
-        "bloom",
+        *(("wide", 3), ("wide", 4), ("bloom", 8)),
+        *(pytest.param(*case, marks=pytest.mark.rare) for case in (("wide", 8), ("bloom", 4))),
         *(
-            pytest.param(name, marks=pytest.mark.rare)
+            pytest.param(name, bits, marks=pytest.mark.rare)
             for name in ("llama", "gpt_neox", "opt-post-norm", "qwen3")
+            for bits in (3, 4, 8)
         ),
     ],
 )
