@@ -43,7 +43,7 @@ test-all: install
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=2 $(BIN)/mypy
 	$(BIN)/lint-imports
 
 # dist/llmpq-*.whl: all that a machine without this checkout needs.
