@@ -20,6 +20,8 @@ variance           seconds from turn to turn and from step to step (table 7)
 
 and of our own:
 
+chosen_degrees     plans with groups of devices beside those without
+chosen_qualities   plans of each quality within bounds
 search_cost        the same searches on random boxes
 promises           plans under bounds beside the runtime's schedulers in virtual time
 timelines          random schedules beside simulations of their events
@@ -31,6 +33,7 @@ from collections.abc import Sequence
 
 from benchmarks.lab import run_part, table_part
 from benchmarks.reproduction.latency_bounds import (
+    choices,
     claims,
     deployment,
     promises,
@@ -44,6 +47,8 @@ from benchmarks.reproduction.latency_bounds import (
 PARTS = {
     "throughput": (throughput.add_arguments, throughput.run),
     "claims": (claims.add_arguments, claims.run),
+    "chosen_degrees": (choices.degrees_arguments, choices.run_degrees),
+    "chosen_qualities": (choices.qualities_arguments, choices.run_qualities),
     "promises": (promises.add_arguments, promises.run),
     "existing": table_part("existing", tables.existing_table),
     "recorded": (recorded.add_arguments, recorded.run),

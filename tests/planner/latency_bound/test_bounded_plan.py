@@ -22,6 +22,7 @@ from planner.latency_bound.bounded_plan import (
     KindFronts,
     LatencyPoint,
     find_bounded_plan,
+    latency_front,
     reason_of,
 )
 from planner.latency_bound.rra import RraPlanner, RraSpace
@@ -215,6 +216,17 @@ def test_no_layer_has_3_bit_where_4_bit_fits_and_keeps_the_bound() -> None:
         planned(8, 16)
     (stage,) = planned(*BITWIDTHS).stages
     assert stage.bitwidths == (4, 4, 4)
+
+
+def test_points_of_a_front_tell_the_bits_of_their_layers() -> None:
+    """Of 4 and 16 bit 16 where the bound allows it, by the rule of the quality."""
+    options = replace(OPTIONS, theta=None, bits=(4, 16))
+    request = BoundRequest(LENGTHS, None, QUANTILE, kinds=("rra",), prompts=JOB)
+    points = latency_front(ONE, THREE_LAYERS, request, options)
+    for each in (points[0], points[-1]):
+        plan = planned_within(each.bound_s, options)
+        assert each.bits == plan_choice(plan).mean_bits
+    assert points[0].bits < points[-1].bits == 16
 
 
 def random_fronts(seed: int) -> KindFronts:
