@@ -33,7 +33,7 @@ def test_every_row_of_the_table_runs(tmp_path: Path) -> None:
     results = {
         each.custom_id: each for each in plan.run(rows, chat_template=tmp_path / "chat.jinja")
     }
-    text_, chat, pet, label, called, several, line = (
+    text_, chat, pet, label, called, several, scored, line = (
         results[row.get("custom_id", f"row-{number}")] for number, row in enumerate(rows)
     )
     assert all(each.error is None for each in results.values())
@@ -44,4 +44,8 @@ def test_every_row_of_the_table_runs(tmp_path: Path) -> None:
     (call,) = called.columns["tool_calls"]
     assert json.loads(call["function"]["arguments"])["town"] in ("Ulm", "Bonn")
     assert len({tuple(each["token_ids"]) for each in several.columns["generations"]}) == 3
+    first, *others = scored.columns["prompt_logprobs"]
+    assert first is None
+    assert "".join(next(iter(each.values()))["decoded_token"] for each in others).endswith(" os")
+    assert len(scored.columns["logprobs"]["token_logprobs"]) == 1
     assert 0 < len(line.token_ids) <= 8
