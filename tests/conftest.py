@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from contextlib import ExitStack, closing
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ if "TMPDIR" not in os.environ and _has_room(MEMORY := Path("/dev/shm")):
     OWN_FOLDER = tempfile.mkdtemp(prefix="llmpq-", dir=MEMORY)
     os.environ["TMPDIR"] = OWN_FOLDER
     tempfile.tempdir = None  # it may have been asked for already
+    # At the end of the process, behind multiprocessing, which has a folder of its own there.
+    Finalize(None, shutil.rmtree, (OWN_FOLDER, True), exitpriority=-200)
 
 USER_CACHE = tempfile.mkdtemp(prefix="llmpq-test-cache-")
 """What this process and those it starts take for the user's cache folder."""
@@ -79,8 +82,8 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput.update(config.shared)
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     SHARED.close()
     shutil.rmtree(USER_CACHE, ignore_errors=True)
-    if OWN_FOLDER is not None:
+    if OWN_FOLDER is not None and hasattr(config, "workerinput"):  # which ends without finalizers
         shutil.rmtree(OWN_FOLDER, ignore_errors=True)
