@@ -62,8 +62,16 @@ def search(costs: CostModel) -> Solution:
     return runner.solutions([candidates])[0]
 
 
-@pytest.mark.parametrize("objective", ["pipeline", "paper"])
-@pytest.mark.parametrize("all_orders", [False, True])
+@pytest.mark.parametrize(
+    ("all_orders", "objective"),
+    [
+        *((False, "pipeline"), (True, "paper")),
+        *(
+            pytest.param(*case, marks=pytest.mark.rare)
+            for case in ((False, "paper"), (True, "pipeline"))
+        ),
+    ],
+)
 def test_the_search_finds_the_best_of_all_candidates(all_orders: bool, objective: str) -> None:
     options = PlanOptions(
         theta=5.0, all_orders=all_orders, objective=objective, relative_gap=1e-6, group=GROUP
