@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,7 +17,7 @@ from actors.schedule.scheduler import QueueSizes
 from planner.schedule.passes import TurnSizes
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
-from tests.actors.driving import run_dry
+from tests.actors.driving import run_dry, served
 from tests.actors.schedule.exegpt_cases import queue_sizes_of
 from tests.actors.schedule.exegpt_simulation import Plan, Query, RraSimulation
 from tests.actors.schedule.token_pipeline import TokenPipeline, assert_right_tokens, request
@@ -118,31 +117,6 @@ def fed(case: Setting, pipeline: TokenPipeline, chunk: int) -> Iterator[Finished
         yield from finished
 
 
-def served(case: Setting, pipeline: TokenPipeline) -> Iterator[Finished]:
-    """Ask for a micro-batch whenever one may be under way; wait for the oldest or an arrival."""
-    scheduler = RraScheduler(case.sizes(), case.stages)
-    coming = deque(zip(case.arrivals_s, case.requests, strict=True))
-    under_way: deque[tuple[float, MicroBatch]] = deque()
-    free_s, now_s = [0.0] * case.stages, 0.0
-    while coming or scheduler.waiting or scheduler.in_slots:
-        while coming and coming[0][0] <= now_s:
-            scheduler.add([coming.popleft()[1]])
-        room = len(under_way) < scheduler.most_under_way
-        following = scheduler.next_batch() if room else None
-        if following is not None:
-            back_s = now_s
-            for worker in range(case.stages):
-                back_s = max(back_s, free_s[worker]) + case.seconds(worker, len(following[1]))
-                free_s[worker] = back_s
-            under_way.append((back_s, pipeline.submit(*following)))
-        elif under_way and not (room and coming and coming[0][0] < under_way[0][0]):
-            back_s, batch = under_way.popleft()
-            now_s = max(now_s, back_s)
-            yield from scheduler.complete(batch, pipeline.result(batch))
-        else:
-            now_s = coming[0][0]
-
-
 @pytest.mark.parametrize("seed", range(15))
 def test_a_queue_is_served_as_the_paper_says(seed: int) -> None:
     """Whatever the chunks are in which the queue is filled."""
@@ -156,7 +130,7 @@ def test_a_queue_is_served_as_the_paper_says(seed: int) -> None:
 def test_arrivals_are_served_as_the_paper_says(seed: int) -> None:
     case = Setting.random(seed, arrivals_s=float(4 ** (seed % 6)))
     pipeline = case.pipeline()
-    case.check(pipeline, list(served(case, pipeline)))
+    case.check(pipeline, list(served(RraScheduler(case.sizes(), case.stages), case, pipeline)))
 
 
 SCHEDULE = RequestSchedule("rra", 4, 8, 3, 2, 2, 4.0)

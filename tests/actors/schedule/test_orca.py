@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from actors.messages import Finished, MicroBatch, Request, Sampled
+from actors.messages import Finished, Request, Sampled
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.orca import OrcaScheduler
 from quant.common.errors import SpecError
-from tests.actors.driving import drive, run_dry
+from tests.actors.driving import drive, run_dry, served
 from tests.actors.schedule.orca_simulation import OrcaSimulation, SimRequest
 from tests.actors.schedule.token_pipeline import (
     TokenPipeline,
@@ -113,7 +112,7 @@ def test_a_queue_is_served_as_algorithm_1_says(seed: int) -> None:
 def test_arrivals_are_served_as_algorithm_1_says(seed: int) -> None:
     case = Setting.random(seed, arrivals_s=float(4 ** (seed % 5)))
     pipeline = case.pipeline()
-    case.check(pipeline, list(served(case, pipeline)))
+    case.check(pipeline, list(served(case.scheduler(), case, pipeline)))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -122,31 +121,7 @@ def test_parts_of_prompts_and_bounded_batches_keep_the_order(seed: int) -> None:
     chunk, cap = (int(n) for n in rng.integers([0, 1], [8, 24]))
     case = replace(Setting.random(seed, float(4 ** (seed % 5))), chunk=chunk, cap=cap)
     pipeline = case.pipeline()
-    case.check(pipeline, list(served(case, pipeline)))
-
-
-def served(case: Setting, pipeline: TokenPipeline) -> Iterator[Finished]:
-    """Ask for a batch whenever one may be under way; wait for the oldest one or an arrival."""
-    scheduler = case.scheduler()
-    coming = deque(zip(case.arrivals_s, case.requests, strict=True))
-    under_way: deque[tuple[float, MicroBatch]] = deque()
-    free_s, now_s = [0.0] * case.stages, 0.0
-    while coming or scheduler.waiting or scheduler.in_slots:
-        while coming and coming[0][0] <= now_s:
-            scheduler.add([coming.popleft()[1]])
-        room = len(under_way) < scheduler.most_under_way
-        following = scheduler.next_batch() if room else None
-        if following is not None:
-            back_s = now_s
-            for worker in range(case.stages):
-                back_s = max(back_s, free_s[worker]) + case.seconds(worker, len(following[1]))
-                free_s[worker] = back_s
-            under_way.append((back_s, pipeline.submit(*following)))
-        elif under_way and not (room and coming and coming[0][0] < under_way[0][0]):
-            now_s, batch = under_way.popleft()
-            yield from scheduler.complete(batch, pipeline.result(batch))
-        else:
-            now_s = coming[0][0]
+    case.check(pipeline, list(served(case.scheduler(), case, pipeline)))
 
 
 def test_figure_8a() -> None:
