@@ -136,12 +136,15 @@ class Judge:
         """
         missed = self._aim(placed, boxes, bound_s, more_than)
         for share in TIGHTER:
-            if math.isinf(bound_s) or self._is_over():
+            kept = [each for each in self.kept(bound_s) if each.placed.key == placed.key]
+            fastest = max(kept, key=lambda each: each.requests_per_s, default=None)
+            limit_s, most = bound_s, more_than
+            if fastest is not None:
+                most = max(most, fastest.requests_per_s)
+                limit_s = min(limit_s, fastest.latency_s)
+            if math.isinf(limit_s) or self._is_over():
                 break
-            kept = (each for each in self.kept(bound_s) if each.placed.key == placed.key)
-            fastest = max((each.requests_per_s for each in kept), default=0.0)
-            most = max(more_than, fastest)
-            point = self._best_by_timeline(placed, boxes, share * bound_s, most)
+            point = self._best_by_timeline(placed, boxes, share * limit_s, most)
             if point is None:
                 break
             self.seen(placed, point, bound_s)

@@ -5,6 +5,7 @@ the fronts of all kinds.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -25,13 +26,15 @@ from planner.latency_bound.bounded_plan import (
     latency_front,
     reason_of,
 )
+from planner.latency_bound.bounded_search import BoundedSearch
+from planner.latency_bound.judged import Scheduled
 from planner.latency_bound.rra import RraPlanner, RraSpace
 from planner.latency_bound.schedules import BoundRequest, job_of
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.options import QUALITIES, PlanOptions, Quality
 from planner.plan.parts import PlansBeside
 from planner.plan.spec import PlanSpec
-from planner.scheduling import SCHEDULE_KINDS
+from planner.scheduling import SCHEDULE_KINDS, ScheduleKind
 from quant.common.errors import BoundNotMetError, DoesNotFitError
 from quant.scheme import BITWIDTHS, NEAR_FULL_BITS
 from tests.llmpq.bounded_plans import FRONTS, point
@@ -49,6 +52,8 @@ OPTIONS = PlanOptions(bits=(4, 16), head="last", memory_margin=0.0, theta=0.0)
 ONE = small_cluster([2.0], ["T4"])
 QUANTILE = 0.9
 """For which simulations of a tenth of the requests do, where it is not speed that is looked at."""
+MISSED = 0.02
+"""What branch and bound may miss."""
 JOB, MANY = 12, 200
 """Prompts of the job, more than which a turn cannot have."""
 
@@ -84,6 +89,27 @@ def test_nothing_within_the_bound_is_much_faster(
     assert found is not None
     assert found.latency_s <= bound_s
     assert found.requests_per_s >= 0.95 * best
+
+
+@pytest.mark.parametrize(
+    ("kind", "gib"), [("rra", [2.0]), pytest.param("waa-c", [1.2, 1.2], marks=pytest.mark.rare)]
+)
+def test_a_looser_bound_is_never_worse(kind: ScheduleKind, gib: list[float]) -> None:
+    """No bound has less throughput at no better bits than a tighter one, but for what a search may
+    miss; the last one is none, where timelines are the furthest off.
+    """
+    cluster = small_cluster(gib, ("T4",) * len(gib))
+
+    def found(bound_s: float) -> Scheduled:
+        request = BoundRequest(LENGTHS, None, QUANTILE, kinds=(kind,), prompts=60)
+        costs = bounded_costs(cluster, request, THREE_LAYERS, OPTIONS)
+        return BoundedSearch(costs, request, lambda: 0.0).within(bound_s)
+
+    fastest = found(math.inf)
+    rising = [*(found(share * fastest.latency_s) for share in (0.3, 1.05)), fastest]
+    for tighter, looser in itertools.combinations(rising, 2):
+        if looser.placed.omega >= tighter.placed.omega:
+            assert looser.requests_per_s >= (1 - MISSED) * tighter.requests_per_s
 
 
 def test_groups_of_equal_devices_are_tried_unless_a_degree_is_named() -> None:
