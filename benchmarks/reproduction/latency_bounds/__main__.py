@@ -23,6 +23,7 @@ and of our own:
 chosen_degrees     plans with groups of devices beside those without
 chosen_qualities   plans of each quality within bounds
 search_cost        the same searches on random boxes
+draws              the 99th percentile of simulations with other draws
 promises           plans under bounds beside the runtime's schedulers in virtual time
 timelines          random schedules beside simulations of their events
 """
@@ -36,6 +37,7 @@ from benchmarks.reproduction.latency_bounds import (
     choices,
     claims,
     deployment,
+    draws,
     promises,
     recorded,
     search_costs,
@@ -49,6 +51,7 @@ PARTS = {
     "claims": (claims.add_arguments, claims.run),
     "chosen_degrees": (choices.degrees_arguments, choices.run_degrees),
     "chosen_qualities": (choices.qualities_arguments, choices.run_qualities),
+    "draws": (draws.add_arguments, draws.run),
     "promises": (promises.add_arguments, promises.run),
     "existing": table_part("existing", tables.existing_table),
     "recorded": (recorded.add_arguments, recorded.run),
