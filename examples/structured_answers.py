@@ -23,7 +23,7 @@ TEMPLATE = "{% for each in messages %}{{ each.content }}{% endfor %}{# tools #}"
 """A chat template, which the demo model has not; that of a real model shows it the tools."""
 
 
-class Pet(BaseModel):
+class Pet(BaseModel, extra="forbid"):  # else a model may go on with fields of its own
     name: str = Field(max_length=8)
     age: int = Field(ge=0, le=30)
     is_tame: bool

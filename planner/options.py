@@ -306,6 +306,8 @@ class PlanOptions:
     @property
     def compared(self) -> tuple[PlanOptions, ...]:
         """The options of the plans that policy `auto` compares; none of other policies."""
+        if self.policy != AUTO:
+            return ()
         limit_s = self.search_time_limit / len(COMPARED)
         half = dataclasses.replace(self, policy=COMPARED[-1], search_time_limit=limit_s)
         own = self.max_batch_size, self.prefill_chunk_tokens
@@ -316,7 +318,7 @@ class PlanOptions:
                 max_batch_size=own[0] if name in TOKEN_POLICIES else None,
                 prefill_chunk_tokens=own[1] if name in TOKEN_POLICIES else None,
             )
-            for name in (COMPARED if self.policy == AUTO else ())
+            for name in COMPARED
         )
 
     @property

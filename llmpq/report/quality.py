@@ -70,8 +70,8 @@ def percent_more(divergence: float) -> float:
 
 def rise(divergence: float) -> str:
     """The same for a table: "+2.1 %"."""
-    more = percent_more(divergence)
-    return f"+{f'{more:,.0f}' if more >= 10 else f'{more:.2g}'}{SPACE}%" if more > 0 else "0"
+    more = max(0.0, percent_more(divergence))
+    return f"+{f'{more:,.0f}' if more >= 10 else f'{more:.2g}'}{SPACE}%"
 
 
 def loss_head(plan: PlanSpec) -> str:

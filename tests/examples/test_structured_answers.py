@@ -18,6 +18,9 @@ from tests.paths import EXAMPLES
 def test_every_answer_has_its_form(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "structured_answers.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("name=") and "is_tame=" in line for line in lines) == 4
+    pets = sum(line.startswith("name=") and "is_tame=" in line for line in lines)
+    cut = sum(line.startswith("cut, as it was longer") for line in lines)
+    assert pets >= 2
+    assert pets + cut == 4, "draws are those of the machine's sums"
     assert sum(line in ("cats", "dogs") for line in lines) == 1
     assert sum(line.startswith("feed name=") for line in lines) == 1

@@ -88,7 +88,8 @@ def test_nothing_is_parked_where_no_host_memory_was_planned() -> None:
 
 
 def test_changes_that_there_are_not() -> None:
-    message, first = a_message(), message_format._PREFIX.size + 8 * 2 * 6
+    message, arrays = a_message(), message_format._BATCH_ARRAYS
+    first = message_format._PREFIX.size + 8 * 2 * arrays
     struct.pack_into("<q", message.numpy().data, first, 5)
     with pytest.raises(StageLostError, match="makes a change of kind 5"):
         decode(message, PARKING)

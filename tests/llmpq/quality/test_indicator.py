@@ -319,7 +319,7 @@ def test_bound_of_perplexity_from_the_command_line(
     assert plan_cli.main([*command, "0.5"]) == 2
     assert "llmpq indicator --perplexity" in capsys.readouterr().err
     omega.write_text(json.dumps(content))
-    assert plan_cli.main([*command, str(total[0])]) == 0
+    assert plan_cli.main([*command, str(total[0]), "--bits", "3", "4", "8"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "over 30 at 16 bit expected" in printed
     assert "from 3 measured points); at most" in printed

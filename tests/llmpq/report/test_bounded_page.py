@@ -12,7 +12,7 @@ import pytest
 from llmpq import Plan
 from llmpq.report.answers import job_answers
 from llmpq.report.page import report_page
-from planner.plan.parts import PlanChoice, QualityChoice
+from planner.plan.parts import PlanChoice, PlansBeside, QualityChoice
 from planner.plan.spec import PlanSpec
 from tests.llmpq.bounded_plans import FRONTS, rra_plan, waa_plan
 from tests.llmpq.report.pages import Page
@@ -47,7 +47,8 @@ def test_plans_of_other_qualities_are_in_the_menu_and_in_the_terminal() -> None:
     ]
     menu = page[page.index("Plans to choose from") : page.index("--quality fast")]
     assert "request" not in menu
-    assert "Plans to choose from" not in Page(report_page(rra_plan())).text
+    alone = replace(rra_plan(), beside=PlansBeside())
+    assert "Plans to choose from" not in Page(report_page(alone)).text
 
 
 FEW_BITS, FASTER = PlanChoice(40, 1234.0, 0.5, 8.0), PlanChoice(60, 4321.0, 2.0, 4.0)

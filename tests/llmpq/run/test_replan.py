@@ -108,6 +108,7 @@ def test_a_bound_on_requests_holds_for_fewer_devices_or_is_said_to_be_missed(
         "keep_all_devices": True,
         "schedule": "rra",
         "quantile": 0.9,
+        "tensor_parallel": 1,
     }
     cluster = Cluster.from_counts(["T4", "V100-SXM2-32GB"], (2, 1))
     first = cluster.plan("opt-6.7b", lengths, max_request_latency_s=bound_s, **options).spec
