@@ -24,7 +24,7 @@ from actors.schedule.live_run import Inbox, Leader
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.emulation import EmulatedClock, EmulatedLink, EmulatedStage, warm_up
 from actors.stage.spec import StageSpec
-from actors.stage_figures import NO_SUPERVISION, NOTHING_SHARED, LayersLoaded, StageStats
+from actors.stage_figures import LayersLoaded, QueueDepth, StageStats
 from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
 from actors.transport.nccl_links import NcclLinks
@@ -74,8 +74,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         self._links: NcclLinks | None = None
         self._codec = self._make_codec()
         self._leader: Leader | None = None
-        self._supervised = NO_SUPERVISION  # by the leaders before
-        self._shared = NOTHING_SHARED
+        self._left: QueueDepth | None = None  # by the leaders before
         self._latencies = LatencyRecord()
         self._schedule: RequestSchedule | None = None  # the latest that it was told of
         self._inbox: Inbox | None = None
@@ -186,8 +185,11 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         tokens = None
         if self._leader is not None:
             tokens = self._leader.slot_tokens()
-            self._supervised = replace(self._leader.supervision, parked_now=0)
-            self._shared = self._leader.shared
+            if queue := self._leader.queue:
+                counted = replace(queue.supervision, parked_now=0)
+                self._left = QueueDepth(
+                    0, 0, queue.slots, 0, counted, queue.latencies, queue.shared
+                )
         if self._links is not None:
             self._links.close()
         self._leader = self._links = self._epoch = None
@@ -210,7 +212,8 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
             pipeline = GlooPipeline(self, self._linked(), self._codec)
         else:
             pipeline = RayPipeline(self, following, self._codec, self._epoch or 0)
-        leader = Leader(sizes, pipeline, self._supervised, self._latencies, self._shared)
+        left = self._left or QueueDepth(0, 0, 0, 0)
+        leader = Leader(sizes, pipeline, left.supervision, self._latencies, left.shared)
         self._leader = leader  # first: `follow` looks at it after it has noted the schedule
         if self._schedule is not None:
             leader.follow(self._schedule)
@@ -277,7 +280,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
             prefill=works["prefill"],
             decode=works["decode"],
             mixed=works["mixed"],
-            queue=None if leader is None else leader.queue,
+            queue=(leader and leader.queue) or self._left,
         )
 
     @ray.method(concurrency_group=CONTROL)

@@ -83,6 +83,10 @@ def test_a_stage_dies_while_requests_are_preempted(
                 ray.kill(group.stages[1].actor)
         (queue,) = (each.queue for each in group.observer.figures() if each.queue is not None)
         again = {f.custom_id: f for some in group.generate(requests_expecting(2)) for f in some}
+        (last,) = (each.queue for each in group.observer.figures() if each.queue is not None)
+        ray.get([each.actor.leave_run.remote() for each in group.stages])
+        (left,) = (each.queue for each in group.observer.figures() if each.queue is not None)
+    assert replace(left.supervision, parked_now=last.supervision.parked_now) == last.supervision
     assert events
     for ended in (found, again):
         assert {name: list(each.token_ids) for name, each in ended.items()} == expected
