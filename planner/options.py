@@ -241,7 +241,7 @@ class PlanOptions:
     tensor_parallel: int | str = option(
         "DEGREE",
         "devices of a node that share every layer of a stage: 1, 2, 4, 8, or auto, which chooses "
-        "for each stage (default: auto under a bound on the latency of requests, else 1)",
+        "for each stage of GPUs (default: auto under a bound on the latency of requests, else 1)",
         1,
         within=AUTO_OR_DEGREE,
     )

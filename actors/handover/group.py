@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 import ray
 
@@ -23,6 +22,7 @@ from actors.stage_group import GroupOptions, StageGroup
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, all_stages, parts_of, undivided
 from planner.scheduling import PolicyOptions
+from quant.checkpoint.model_reference import resolve
 from quant.common.errors import DeviceError, SpecError
 from quant.rounding.importance_store import ImportanceStore
 
@@ -113,7 +113,7 @@ class DividedGroup(LiveGroup):
 
     def _start(self) -> None:
         lengths = [part.workload.total_length for part in self._parts]
-        check_frequencies_agree(Path(self._checkpoint), lengths)
+        check_frequencies_agree(resolve(self._checkpoint, weights=False), lengths)
         placements = place(all_stages(self._plan), ray.cluster_resources())
         self._reservation = Reservation(placements, self._options.placement_s)
         self._load()

@@ -293,7 +293,7 @@ def neighbours(costs: CostModel, devices: Sequence[Device]) -> Iterator[tuple[De
         alike = [d for d in devices if (d.node, d.cost_kind) == kind]
         others = [d for d in devices if (d.node, d.cost_kind) != kind]
         first, *more = alike
-        if more and 2 * first.degree in degrees:
+        if more and 2 * first.degree in _tried(first, degrees):
             joined = group_of((*first.members, *more[0].members))
             yield (*others, joined, *more[1:])
         if first.degree // 2 in degrees:
@@ -320,7 +320,7 @@ def _choices(
     """Yield the sizes of groups in each pool: all choices, or one degree a kind, or for all, as
     many as there may be.
     """
-    every = [list(_partitions(len(pool), degrees)) for pool in pools]
+    every = [list(_partitions(len(pool), _tried(pool[0], degrees))) for pool in pools]
     kinds: list[Hashable] = [pool[0].cost_kind for pool in pools]
     if math.prod(map(len, every)) <= MOST_GROUPINGS:
         yield from itertools.product(*every)
@@ -331,9 +331,14 @@ def _choices(
             continue
         largest = dict(zip(own, chosen, strict=True))
         yield tuple(
-            _even(len(pool), [each for each in degrees if each <= largest[kind]])
+            _even(len(pool), [n for n in _tried(pool[0], degrees) if n <= largest[kind]])
             for pool, kind in zip(pools, kinds, strict=True)
         )
+
+
+def _tried(device: Device, degrees: Sequence[int]) -> Sequence[int]:
+    """Those that `auto` tries: CPUs pass a stage on in less time than ranks of theirs add up."""
+    return (1,) if device.accelerator.is_cpu else degrees
 
 
 def _partitions(count: int, degrees: Sequence[int]) -> Iterator[Sizes]:

@@ -21,6 +21,7 @@ from tests.actors.models import random_prompts, references
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.divided_plans import divided_plan
 from tests.llmpq.fake_jobs import write_prompts
+from tests.quant.checkpoint.gguf.written import write_gguf
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -86,11 +87,15 @@ def test_a_session_keeps_the_stages_from_run_to_run(
         assert session._shared.stages.of(session.spec) is group
 
 
-def test_heads_are_computed_once_where_prompts_are_prefilled(tiny: tuple[Path, Any]) -> None:
+def test_heads_are_computed_once_where_prompts_are_prefilled(
+    tiny: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Of a GGUF file, which is no folder."""
     heads, tails = random_prompts((64, 80)), random_prompts(range(2, 17, 2), seed=1)
     rows = [list(heads[i % 2] + tail) for i, tail in enumerate(tails)]
-    folder, model = tiny
-    spec = divided_plan(folder, (0.01,), (0.01,), lengths=(96, NEW_TOKENS))
+    model = tiny[1]
+    file = write_gguf(model, tmp_path / "tiny.gguf")
+    spec = divided_plan(file, (0.01,), (0.01,), lengths=(96, NEW_TOKENS))
     expected = references(model, [tuple(row) for row in rows], NEW_TOKENS)
     with Plan(spec).session() as session:
         for again in (False, True):

@@ -42,6 +42,25 @@ def test_every_grouping_of_few_devices_is_tried() -> None:
         assert {d.name for d in ungrouped(devices)} == {d.name for d in MIXED.devices}
 
 
+def test_processors_are_grouped_where_a_degree_asks_for_it_alone() -> None:
+    cpus = ClusterSpec.from_dict(
+        {
+            "name": "processors",
+            "nodes": [
+                {"accelerators": {"CPU": 4}, "threads": 1, "memory_gib": 8},
+                {"accelerators": {"T4": 2}},
+            ],
+            "network": {"internode_gbit_per_s": 10},
+        }
+    )
+    found = groupings(costs(cpus))
+    assert {tuple(sorted(d.degree for d in each)) for each in found} == {(1,) * 6, (1,) * 4 + (2,)}
+    for each in neighbours(costs(cpus), found[0]):
+        assert all(d.degree == 1 for d in each if d.accelerator.is_cpu)
+    (pairs,) = groupings(costs(cpus, replace(OPTIONS, tensor_parallel=2)))
+    assert sum(d.accelerator.is_cpu for d in pairs) == 2
+
+
 def test_many_devices_have_even_groupings_and_their_neighbours() -> None:
     large = ClusterSpec.from_dict(
         {
