@@ -24,7 +24,7 @@ REQUEST = BoundRequest(LENGTHS, None, QUANTILE)
 COSTS = bounded_costs(small_cluster([15.0, 31.0]), REQUEST)
 
 
-def promised_and_seen(placed: ScheduleSpace, scheduled: Scheduled) -> None:
+def assert_promises_are_kept(placed: ScheduleSpace, scheduled: Scheduled) -> None:
     plan = bounded_plan(scheduled, COSTS, "three layers", "")
     seen = seen_by_runtime(plan, scheduled, REQUESTS)
     assert seen.requests_per_s == pytest.approx(scheduled.requests_per_s, rel=0.04)
@@ -41,7 +41,7 @@ def test_turns_of_few_newcomers(newcomers: int) -> None:
     placed = RraSpace(
         placement_of(COSTS, (first, second), ((0, 1), (0, 2))), job_of(REQUEST), REQUEST
     )
-    promised_and_seen(placed, Scheduled.of(placed, schedule))
+    assert_promises_are_kept(placed, Scheduled.of(placed, schedule))
 
 
 @pytest.mark.parametrize("decoding", [2, 3, 12])
@@ -49,4 +49,4 @@ def test_stages_that_prefill_beside_others_that_decode(decoding: int) -> None:
     """Requests reserve token slots: of two in flight, one often waits for room."""
     planner = WaaPlanner("waa-c", COSTS, job_of(REQUEST), REQUEST, lambda: 0.0)
     placed = planner.placed(next(planner.starts()), 0.0, 1.0)
-    promised_and_seen(placed, Scheduled.of(placed, placed.schedule((decoding,))))
+    assert_promises_are_kept(placed, Scheduled.of(placed, placed.schedule((decoding,))))

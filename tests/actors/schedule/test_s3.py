@@ -1,6 +1,4 @@
-"""The policy `s3`: its decisions against a simulation of them, the content of a pretend KV cache,
-and what must hold whatever comes.
-"""
+"""The policy `s3`: its decisions against a simulation of them, and a pretend KV cache's content."""
 
 from __future__ import annotations
 
