@@ -27,8 +27,13 @@ from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import Repair
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import queue_sizes
-from actors.stage.scaled_times import emulated_times
-from actors.stage.spec import StageSpec, check_planned_memory, stage_spec, stand_in_spec
+from actors.stage.spec import (
+    StageSpec,
+    check_planned_memory,
+    emulated_times,
+    stage_spec,
+    stand_in_spec,
+)
 from actors.transport import Transport
 from actors.transport.rendezvous import CONTROL, HANDOVER
 from planner.model.finding import model_shape

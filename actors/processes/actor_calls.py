@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from actors.processes.meter import TelemetryOptions
-from actors.stage.scaled_times import ScaledTimes
+from actors.stage.spec import ScaledTimes
 from actors.transport.rendezvous import CONTROL, HANDOVER
 from quant.loading.cache_settings import CacheSettings
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
-from actors.stage.scaled_times import ScaledTimes
+from actors.stage.spec import ScaledTimes
 from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
 from actors.transport.nccl import GpuLink

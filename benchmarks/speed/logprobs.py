@@ -7,7 +7,8 @@ SmolLM2-135M-Instruct in bfloat16 unless another model is given: the smaller the
 the share of the head. One stage with all layers computes the same prompts in turns, plain and with
 `prompt_logprobs` of 0, 1 and 20; ratios are taken turn by turn, and the first warms up. Seconds are
 those of one core, of all threads of the process together. Requests of one prompt each go to a
-server in this process, eight at a time, with `echo`, `logprobs` 1 and `max_tokens` 1, and plain.
+server in this process, eight at a time, with `echo`, `logprobs` 1 and `max_tokens` 1, and plain;
+every turn has its own, so that none begins with what is kept of an earlier one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 from benchmarks.lab import header, processor_name, spread, table_row
+from benchmarks.speed.structured import given, stage_alone
 
 PROMPTS, PROMPT_TOKENS, AT_ONCE = 8, 128, 8
 ASKED = (None, 0, 1, 20)
@@ -37,18 +39,9 @@ def passes(folder: Path, turns: int) -> list[str]:
     from actors.schedule.live_run import Inbox, LiveRun
     from actors.schedule.scheduler import QueueSizes
     from actors.schedule.table import make_scheduler
-    from actors.stage.spec import StageSpec
-    from actors.stage.stage import Stage
-    from planner.model.finding import model_shape
-    from quant.devices import local_processor
 
-    longest, layers = PROMPT_TOKENS + 1, model_shape(folder).layers
-    spec = StageSpec(
-        index=0, stages=1, layers=range(layers), bitwidths=(16,) * layers, slots=PROMPTS,
-        max_tokens=longest, kv_tokens=PROMPTS * longest, dtype="bfloat16",
-    )  # fmt: skip
-    device = torch.device("cpu")
-    stage = Stage(spec, folder, device, local_processor(device))
+    longest = PROMPT_TOKENS + 1
+    stage = stage_alone(folder, PROMPTS, longest)
 
     class Alone:
         """A pipeline of the one stage."""
@@ -111,21 +104,8 @@ def likelihoods(folder: Path, requests: int) -> list[str]:
         plan = Cluster.from_yaml(path).plan(folder, workload, bits=[16], dtype="bfloat16")
     engine = PipelineEngine(plan.spec, RunOptions(policy="orca"))
     draw = np.random.default_rng(1)
-    prompts = [draw.integers(3, 1000, PROMPT_TOKENS).tolist() for _ in range(requests)]
+    named = {"model": engine.model_name, "max_tokens": 1, "temperature": 0}
     kinds = {"plain": {}, "echo, logprobs 1": {"echo": True, "logprobs": 1}}
-
-    async def seconds(client: Any, url: str, fields: dict[str, Any]) -> float:
-        room = asyncio.Semaphore(AT_ONCE)
-
-        async def one(prompt: list[int]) -> None:
-            body = {"model": engine.model_name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-            async with room:
-                answer = await client.post(url, json=body | fields, timeout=600)
-            assert answer.status_code == 200, answer.text
-
-        began = perf_counter()
-        await asyncio.gather(*map(one, prompts))
-        return perf_counter() - began
 
     async def race() -> dict[str, list[float]]:
         took: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -137,7 +117,8 @@ def likelihoods(folder: Path, requests: int) -> list[str]:
             for _ in range(4):
                 for kind, fields in kinds.items():
                     url = f"http://127.0.0.1:{server.bound_port}/v1/completions"
-                    took[kind].append(await seconds(client, url, fields))
+                    prompts = draw.integers(3, 1000, (requests, PROMPT_TOKENS)).tolist()
+                    took[kind].append(await _seconds(client, url, named | fields, prompts))
         server.should_exit = True
         await running
         return took
@@ -157,20 +138,26 @@ def likelihoods(folder: Path, requests: int) -> list[str]:
     ]  # fmt: skip
 
 
+async def _seconds(client: Any, url: str, body: dict[str, Any], prompts: list[list[int]]) -> float:
+    """Seconds of a request of `body` for each prompt, some at a time."""
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(prompt: list[int]) -> None:
+        async with room:
+            answer = await client.post(url, json=body | {"prompt": prompt}, timeout=600)
+        assert answer.status_code == 200, answer.text
+
+    began = perf_counter()
+    await asyncio.gather(*map(one, prompts))
+    return perf_counter() - began
+
+
 def main() -> None:
     import ray
-    import torch
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, help="folder (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--requests", type=int, default=64)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.model is None:
-        from benchmarks.quantization.models import smollm2
-
-        options.model = smollm2()
+    options = given(parser)
     print(f"{processor_name()}; {options.model.name}, prompts of {PROMPT_TOKENS} tokens\n")
     asked = f"{PROMPTS} prompts together"
     print(header((asked, "tokens/s of a core", "of plain")), *passes(options.model, options.turns),

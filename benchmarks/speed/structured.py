@@ -117,8 +117,8 @@ class Rows:
         return (process_time() - began) / STEPS
 
 
-def race(folder: Path, turns: int) -> list[str]:
-    """Rows of a table with the milliseconds of both kinds of steps, tokens/s, and their ratios."""
+def stage_alone(folder: Path, slots: int, longest: int) -> Any:
+    """All layers of the model in `folder`, in bfloat16 on this CPU, as one stage."""
     import torch
 
     from actors.stage.spec import StageSpec
@@ -126,13 +126,18 @@ def race(folder: Path, turns: int) -> list[str]:
     from planner.model.finding import model_shape
     from quant.devices import local_processor
 
-    longest, layers = PROMPT_TOKENS + STEPS * (turns + 1) + 1, model_shape(folder).layers
+    layers, device = model_shape(folder).layers, torch.device("cpu")
     spec = StageSpec(
-        index=0, stages=1, layers=range(layers), bitwidths=(16,) * layers, slots=2 * ROWS,
-        max_tokens=longest, kv_tokens=2 * ROWS * longest, dtype="bfloat16",
+        index=0, stages=1, layers=range(layers), bitwidths=(16,) * layers, slots=slots,
+        max_tokens=longest, kv_tokens=slots * longest, dtype="bfloat16",
     )  # fmt: skip
-    device = torch.device("cpu")
-    stage = Stage(spec, folder, device, local_processor(device))
+    return Stage(spec, folder, device, local_processor(device))
+
+
+def race(folder: Path, turns: int) -> list[str]:
+    """Rows of a table with the milliseconds of both kinds of steps, tokens/s, and their ratios."""
+    longest = PROMPT_TOKENS + STEPS * (turns + 1) + 1
+    stage = stage_alone(folder, 2 * ROWS, longest)
     rows = {kind: Rows(stage, ROWS * n, longest, KINDS[kind]) for n, kind in enumerate(KINDS)}
     took = {kind: [] for kind in KINDS}
     for _ in range(turns + 1):
@@ -149,10 +154,10 @@ def race(folder: Path, turns: int) -> list[str]:
     ]  # fmt: skip
 
 
-def main() -> None:
+def given(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of `parser` with the model and the turns; torch has one thread from then on."""
     import torch
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, help="folder (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--turns", type=int, default=8)
     options = parser.parse_args()
@@ -161,6 +166,11 @@ def main() -> None:
         from benchmarks.quantization.models import smollm2
 
         options.model = smollm2()
+    return options
+
+
+def main() -> None:
+    options = given(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
     print(f"{processor_name()}; {options.model.name}, {len(json.dumps(FORM))} bytes of schema\n")
     print(
         header(("part", "time")), *parts(options.model, STEPS * options.turns), sep="\n", flush=True

@@ -18,10 +18,9 @@ import numpy as np
 from planner.cluster.spec import ClusterSpec
 from planner.costs.hosting import can_host
 from planner.costs.model import CostModel
-from planner.latency_bound.bounded_search import BoundedSearch
+from planner.latency_bound.bounded_search import BoundedSearch, choice_of, plans_beside
 from planner.latency_bound.judged import Scheduled
 from planner.latency_bound.placed_layers import PlacedLayers
-from planner.latency_bound.plans_beside import choice_of, plans_beside
 from planner.latency_bound.schedules import BOUND, BoundRequest, cycle_of, job_of, most_in_group
 from planner.latency_bound.waa import prompts_in_flight
 from planner.model.shape import ModelShape

@@ -21,7 +21,8 @@ from planner.latency_bound.rra import RraPlanner
 from planner.latency_bound.schedules import BOUND, BoundRequest
 from planner.latency_bound.waa import WaaPlanner
 from planner.model.tensor_parallel import hands_over
-from planner.options import AUTO, PLAN_TIME, Quality, quality_of
+from planner.options import AUTO, PLAN_TIME, QUALITIES, Quality, quality_of
+from planner.plan.parts import PlanChoice, PlansBeside, QualityChoice
 from planner.scheduling import ScheduleKind
 from planner.search.candidate_search import SearchTime
 from planner.search.fitting import misfit
@@ -347,3 +348,40 @@ class BoundedSearch:
 
 def _theta_point(theta: float, found: Scheduled) -> ThetaPoint[Scheduled]:
     return ThetaPoint(theta, found.seconds, found.placed.omega, 0.0, found, found.seconds)
+
+
+def plans_beside(
+    search: BoundedSearch, taken: Scheduled, quality: Quality | None, bound_s: float
+) -> PlansBeside:
+    """What can be found in the time that `search` has left, each within the bound; nothing where
+    no quality decided.
+    """
+    if quality is None:
+        return PlansBeside()
+    found = {quality: taken}
+    for each in QUALITIES:
+        if each not in found and each != "fast" and not search.is_over:
+            found[each] = search.within(bound_s, each)
+    finest = None if search.is_over else search.finest(bound_s)
+    found.setdefault("fast", search.fastest(bound_s))
+    return PlansBeside(
+        quality=quality,
+        qualities=tuple(_quality_choice(each, found[each]) for each in QUALITIES if each in found),
+        full_precision=None if finest is None else choice_of(finest),
+    )
+
+
+def _quality_choice(quality: Quality, found: Scheduled) -> QualityChoice:
+    return QualityChoice(quality, found.placed.placements[0].costs.theta, choice_of(found))
+
+
+def choice_of(found: Scheduled) -> PlanChoice:
+    """Bits and sensitivity in the mean of both sides, where devices are divided."""
+    placed = found.placed
+    bits = [each.costs.placing.mean_bits(each.solution.assignment) for each in placed.placements]
+    return PlanChoice(
+        in_flight=found.schedule.most_in_flight,
+        tokens_per_s=placed.job.output_tokens / found.seconds,
+        sensitivity=max(0.0, placed.omega),
+        mean_bits=sum(bits) / len(bits),
+    )

@@ -184,14 +184,7 @@ def run_divided(plan: PlanSpec, scheduled: Scheduled, drawn: Sequence[DrawnReque
             decode.expect(requests)
             decode.add(requests)
         else:
-            finished = prefill.take_back()[2]
-            told = [Progress(f.custom_id, (0,), f.finish_reason) for f in finished]
-            by_name = {each.custom_id: each for each in told}
-            ended = [n for n in by_name if drawn[int(n)].output == 1]
-            told = [
-                Progress(n, (0,), "stop" if n in ended else each.finish_reason)
-                for n, each in by_name.items()
-            ]
+            told, ended = _prefilled(prefill.take_back()[2], drawn)
             _, names, _ = ledger.prefilled(told)
             run.ended_s.update((int(n), now_s) for n in ended)
             if names:
@@ -199,6 +192,16 @@ def run_divided(plan: PlanSpec, scheduled: Scheduled, drawn: Sequence[DrawnReque
                 moved_s = max(moved_s, now_s) + handover.sent_s(len(names), tokens)
                 numbers = tuple(ledger.number_of(name) for name in names)
                 heapq.heappush(moving, (moved_s, next(serial), names, numbers))
+
+
+def _prefilled(
+    finished: Sequence[Finished], drawn: Sequence[DrawnRequest]
+) -> tuple[list[Progress], list[str]]:
+    """What the stages that prefill tell of `finished`, and which of them have one token alone."""
+    reasons = {each.custom_id: each.finish_reason for each in finished}
+    ended = [name for name in reasons if drawn[int(name)].output == 1]
+    told = [Progress(n, (0,), "stop" if n in ended else why) for n, why in reasons.items()]
+    return told, ended
 
 
 @dataclass(frozen=True)

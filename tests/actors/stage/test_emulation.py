@@ -15,8 +15,13 @@ from torch import Tensor
 
 from actors.messages import MicroBatch, Park, Sampled
 from actors.stage.emulation import EmulatedClock, EmulatedLink, EmulatedStage, warm_up
-from actors.stage.scaled_times import ScaledTimes, emulated_times
-from actors.stage.spec import check_planned_memory, stage_spec, stand_in_spec
+from actors.stage.spec import (
+    ScaledTimes,
+    check_planned_memory,
+    emulated_times,
+    stage_spec,
+    stand_in_spec,
+)
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import COPY_LAUNCH_S
 from planner.costs.pass_times import PassSeconds

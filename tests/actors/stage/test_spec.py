@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.stage.scaled_times import emulated_times
-from actors.stage.spec import stage_spec, stand_in_spec
+from actors.stage.spec import emulated_times, stage_spec, stand_in_spec
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions

@@ -53,7 +53,7 @@ def served(tmp_path: Path, schema: dict[str, Any]) -> PipelineEngine:
     return PipelineEngine(plan.spec, options)
 
 
-async def ask(client: openai.AsyncOpenAI) -> None:
+async def assert_answers_have_their_forms(client: openai.AsyncOpenAI) -> None:
     """Eight drawn answers at once, a stream, completions, and what is refused."""
     model = (await client.models.list()).data[0].id
     parsed = await client.chat.completions.parse(
@@ -133,7 +133,7 @@ def test_the_client_of_openai_parses_every_answer(tmp_path: Path) -> None:
         address = f"http://127.0.0.1:{server.bound_port}/v1"
         try:
             async with openai.AsyncOpenAI(base_url=address, api_key="-", max_retries=0) as client:
-                await ask(client)
+                await assert_answers_have_their_forms(client)
         finally:
             server.should_exit = True
             await running
