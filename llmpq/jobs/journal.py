@@ -267,19 +267,22 @@ class JournalWriter:
         self._entries: deque[Entry] = deque()
         self._descriptor: int | None = None
         self._is_torn = self._has_warned = False
-        self._closed = threading.Event()
+        self._begun, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="llmpq-journal", daemon=True)
         self._thread.start()
 
     def note(self, entry: Entry) -> None:
         """Have an entry written soon; can be called from any thread."""
         self._entries.append(entry)
+        self._begun.set()
 
     def close(self) -> None:
         self._closed.set()
+        self._begun.set()
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
+        self._begun.wait()  # a job may be killed within its first second: its start is there then
         waited_s = BEAT_S
         is_last = False
         while not is_last:

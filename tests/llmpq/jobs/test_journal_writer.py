@@ -25,6 +25,23 @@ def test_entries_are_there_when_the_job_ends(tmp_path: Path) -> None:
     assert [each.rows for each in read_journal(path).sessions] == [40, 40, 40]
 
 
+def test_the_start_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the writer has waited for it: a job may be killed within its first second."""
+    monkeypatch.setattr("llmpq.jobs.journal.WRITE_S", 3600.0)
+    written = threading.Event()
+
+    def write(descriptor: int, data: bytes) -> int:
+        written.set()
+        return os.write(descriptor, data)
+
+    journal = JournalWriter(tmp_path / "job.journal", write)
+    assert not written.wait(0.1)
+    journal.note(START)
+    assert written.wait(60)
+    journal.close()
+    assert len(read_journal(tmp_path / "job.journal").sessions) == 1
+
+
 def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path: Path) -> None:
     path = write_journal(tmp_path, session())
     path.write_bytes(path.read_bytes()[:-5])
