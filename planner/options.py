@@ -152,7 +152,9 @@ class PlanOptions:
     head: str = option(HEADS, "stage of the LM head", AUTO)
     keep_all_devices: bool = flag("do not try to leave out devices that do not help")
     max_omega: float | None = option(
-        "SUM", "largest allowed sum of sensitivities; theta is found", within=AT_LEAST_0
+        "SUM",
+        "largest allowed sum of sensitivities, in the unit of --omega_file; theta is found",
+        within=AT_LEAST_0,
     )
     max_latency_s: float | None = option(
         "SECONDS",

@@ -54,6 +54,10 @@ class PerplexityFit:
         ratio = max_increase / (self.coefficient * self._upper)
         return float(min(ratio ** (1 / self.exponent), self.largest_omega))
 
+    def bound_for(self, omega: float) -> float:
+        """The least `max_increase` that allows a summed sensitivity; infinite where none does."""
+        return self.forecast(omega)[2] if omega <= self.largest_omega else math.inf
+
     @property
     def _upper(self) -> float:
         return max(self.spread, self.envelope)
@@ -101,9 +105,11 @@ def fit_perplexity(points: Sequence[WeighedPoint], source: str) -> PerplexityFit
     )
 
 
-def omega_bound(omega: Omega, max_increase: float) -> float:
-    """Find the sensitivity within an increase; SpecError where too little was measured."""
-    return fit_perplexity(omega.points, f"sensitivity {omega.source}").omega_within(max_increase)
+def perplexity_bound(omega: Omega) -> PerplexityFit:
+    """What turns a bound on perplexity into one on `omega`; SpecError where too little was
+    measured.
+    """
+    return fit_perplexity(omega.points, f"sensitivity {omega.source}")
 
 
 def with_quality(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,7 @@ from planner.search.request import (
     with_fitting_cache,
 )
 from planner.workload import Job, Workload
-from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
+from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import GPTQ
 
 
@@ -132,16 +133,7 @@ def _chosen(costs: CostModel, asked: PlanOptions, clock: Callable[[], float]) ->
     quality = quality_of(asked)
     if quality is not None:
         return chosen_by_quality(costs, quality, clock)
-    try:
-        return Chosen(*within_bounds(costs, clock))
-    except BoundNotMetError as error:
-        if asked.max_ppl_delta is None:
-            raise
-        text = (
-            f"{error} (max_ppl_delta {asked.max_ppl_delta:g} allows a summed sensitivity of "
-            f"{options.max_omega:g})"
-        )
-        raise BoundNotMetError(text, error.option, error.reachable) from error
+    return Chosen(*within_bounds(costs, clock))
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,9 +153,12 @@ class FrontPoint:
     divergence: float | None = None
 
     def __repr__(self) -> str:
+        loss = f"omega {self.omega:.4g}"
+        if self.divergence is not None:
+            loss = f"perplexity {math.expm1(self.divergence):+.2%}"
         return (
             f"FrontPoint(theta={self.theta:.4g}: {self.latency_s:.4g} s, {self.tokens_per_s:.4g} "
-            f"tokens/s, omega {self.omega:.4g}, {self.bits:.3g} bits a layer)"
+            f"tokens/s, {loss}, {self.bits:.3g} bits a layer)"
         )
 
 

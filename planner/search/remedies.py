@@ -13,12 +13,13 @@ from planner.cluster.spec import grown, kinds_of_devices
 from planner.costs.model import CostModel
 from planner.optimiser.names import BASELINE_METHODS
 from planner.options import AUTO, PlanOptions
+from planner.profiles.perplexity_fit import perplexity_bound
 from planner.scheduling import BOUNDED
 from planner.search.baselines import baseline_fits
 from planner.search.candidates import Candidates
 from planner.search.fitting import first_sets
 from planner.search.pareto import within_bounds
-from planner.search.request import PlanningRequest, costs_of, has_free_experts
+from planner.search.request import PlanningRequest, costs_of, has_free_experts, omega_of
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 from quant.common.units import GIB
 from quant.scheme import BITWIDTHS, KV_BITWIDTHS
@@ -38,16 +39,36 @@ class Remedy:
 def naming_remedies(request: PlanningRequest) -> Iterator[None]:
     try:
         yield
-    except BoundNotMetError as error:
+    except BoundNotMetError as refused:
+        error = _in_perplexity(request, refused)
         remedies = remedies_of_bound(request, error)
         text = _sentence(error, "A plan is found with", remedies)
         parts = str(error), tuple(remedy.text for remedy in remedies)
-        raise BoundNotMetError(text, error.option, error.reachable, *parts) from error
+        raise BoundNotMetError(text, error.option, error.reachable, *parts) from refused
     except DoesNotFitError as error:
         remedies = remedies_of_memory(request)
         text = _sentence(error, "It would fit with", remedies)
         parts = str(error), tuple(remedy.text for remedy in remedies)
         raise DoesNotFitError(text, *parts) from error
+
+
+def _in_perplexity(request: PlanningRequest, error: BoundNotMetError) -> BoundNotMetError:
+    """The error in the unit of the bound that was asked for, where its sum has one."""
+    asked = request.options.max_ppl_delta
+    if asked is None or error.option != "max_omega":
+        return error
+    fit = perplexity_bound(omega_of(request.shape, request.options))
+    most = fit.bound_for(error.reachable)
+    if math.isinf(most):
+        return error
+    nats = math.log1p(fit.forecast(error.reachable)[0] / fit.baseline)
+    return BoundNotMetError(
+        f"no plan was found whose perplexity is sure to rise by at most {asked:g}; the best one's "
+        f"may rise by {most:.4g} over {fit.baseline:.4g} at 16 bit (a KL divergence of {nats:.2g} "
+        "nats a token is expected)",
+        "max_ppl_delta",
+        most,
+    )
 
 
 def remedies_of_memory(request: PlanningRequest) -> list[Remedy]:

@@ -24,7 +24,7 @@ from planner.profiles.calibration import scale_of
 from planner.profiles.fit import FittedLatency, ProfiledLatency
 from planner.profiles.layer_terms import LayerTerms
 from planner.profiles.links import links_beside, links_path, sums_beside, sums_path
-from planner.profiles.perplexity_fit import omega_bound
+from planner.profiles.perplexity_fit import perplexity_bound
 from planner.profiles.rows import read_profiles
 from planner.profiles.selection import refuse_estimates
 from planner.profiles.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
@@ -146,7 +146,7 @@ def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
     shape, options = request.shape, request.options
     omega = omega_of(shape, options)
     if options.max_ppl_delta is not None:
-        bound = omega_bound(omega, options.max_ppl_delta)
+        bound = perplexity_bound(omega).omega_within(options.max_ppl_delta)
         options = replace(options, max_ppl_delta=None, max_omega=bound)
     costs = cost_model(request.cluster, shape, request.workload, options, omega.matrix)
     apart = has_free_experts(shape) and options.policy != BOUNDED

@@ -176,7 +176,8 @@ def _sensitivities_shown(content: OmegaContent) -> Fitting:
     told = content.provenance
     form = [str(told[key]) for key in ("method", "rounding", "scheme", "scales") if key in told]
     text = f", {told['calibration_tokens']} tokens" if "calibration_tokens" in told else ""
-    title = f"sensitivity: {', '.join(form)}{text}, {float(told['seconds']):.1f} s"
+    unit = f" in {told['unit']}" if "unit" in told else ", no unit"
+    title = f"sensitivity{unit}: {', '.join(form)}{text}, {float(told['seconds']):.1f} s"
     return Fitting(title, [partial(_sensitivity_table, content)])
 
 

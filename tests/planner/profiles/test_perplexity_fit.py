@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from planner.profiles.sensitivity import (
     save_omega,
 )
 from planner.workload import Workload
-from quant.common.errors import InfeasibleError, SpecError
+from quant.common.errors import BoundNotMetError, SpecError
 from tests.planner.plan_alone import find_plan
 
 FULL = WeighedPoint(0.0, 20.0, 0.0)
@@ -152,8 +153,14 @@ def test_plan_stays_within_the_perplexity_asked_for(tmp_path: Path) -> None:
 
 def test_bound_that_no_plan_keeps(tmp_path: Path) -> None:
     path = omega_file(tmp_path / "omega.json")
-    with pytest.raises(InfeasibleError, match=r"no plan .* \(max_ppl_delta 0\.05 allows"):
+    with pytest.raises(BoundNotMetError, match=r"is sure to rise by at most 0\.05") as told:
         planned(path, gib=0.74, max_ppl_delta=0.05)
+    named = re.search(r"A plan is found with --max_ppl_delta (\S+)", str(told.value))
+    assert named is not None
+    assert "omega" not in str(told.value)
+    assert "sensitivity" not in str(told.value)
+    found = planned(path, gib=0.74, max_ppl_delta=float(named[1]))
+    assert 0.5 * found.solver.sensitivity == pytest.approx(told.value.reachable, rel=1e-2)
 
 
 def test_bound_without_measured_points(tmp_path: Path) -> None:
