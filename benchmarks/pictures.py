@@ -36,7 +36,7 @@ SPECS = ROOT / "cluster_specs"
 _REDRAWN = re.compile(r"\r?(?:\x1b\[(?:2K|1A|\?25[lh])\r?)+")
 _IN_SLOTS = re.compile(r"queued, (\d+) in")
 _JOB = "--model opt-30b --cluster cluster_specs/t4_v100_a100.yaml --prompts 3000 --s 512"
-_PLAN = f"{_JOB} --n 100"
+_PLAN = f"{_JOB} --n 100 --search_time_limit 60"
 _FIRST_FILLS = f"{_JOB} --n 10 --in_flight 16 --theta 1"  # few enough passes to be told apart
 
 
