@@ -1,24 +1,31 @@
 """Which policy is fastest for which job: forecasts of plans for `static`, `orca` and `auto`.
 
     python -m benchmarks.planning.policies [--model opt-6.7b] [--devices T4-16GB] [--seconds 10]
+    python -m benchmarks.planning.policies --run [--passes 3]
 
 Ten shapes of job, drawn with a fixed seed; two stages unless the shape says otherwise. Each plan is
 searched for so many seconds (of `auto` both together), and its tokens per second are those of the
-whole job simulated.
+whole job simulated. `--run` plans jobs of SmolLM2 for two stages of this machine's CPU in place of
+these, and runs those that differ in turns, each from stages that are started anew.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lab import header, processor_name
-from llmpq import Cluster
+from benchmarks.lab import header, processor_name, spread, table_row
+from benchmarks.speed.throughput_contestants import CLUSTER
+from llmpq import Cluster, Session
 from planner.lengths import IntArray, Lengths
 from planner.workload import Job
+from quant.checkpoint.model_reference import DEMO
 
 ROWS, LONGEST = 2000, 1536
 Draw = Callable[[np.random.Generator, int], tuple[IntArray, IntArray]]
@@ -54,6 +61,18 @@ class Shape:
         prompts, outputs = self.draw(np.random.default_rng(0), min(self.rows, 512))
         return Job(self.rows, Lengths(tuple(prompts.tolist()), tuple(outputs.tolist())))
 
+    def prompts(self, turn: int) -> list[dict[str, object]]:
+        """Rows of the job's lengths, of tokens that no other turn has."""
+        random, lengths = np.random.default_rng(turn + 1), self.job().lengths
+        return [
+            {
+                "prompt": random.integers(3, 30_000, prompt).tolist(),
+                "max_new_tokens": output,
+                "ignore_eos": True,
+            }
+            for prompt, output in zip(lengths.prompt_tokens, lengths.output_tokens, strict=True)
+        ]
+
 
 MIXED = even((16, 512), (8, 200))
 SHAPES = (
@@ -69,10 +88,79 @@ SHAPES = (
     Shape("four stages", MIXED, stages=4),
 )
 
+RUN = (
+    Shape("equal lengths", alike(64, 24), rows=48),
+    Shape("mixed", even((16, 128), (4, 48)), rows=48),
+)
+RUN_IN_FLIGHT = 16
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Plan and print Markdown."""
     options = read_options(arguments)
+    if options.run:
+        run_jobs(options)
+    else:
+        forecast(options)
+
+
+def run_jobs(options: argparse.Namespace) -> None:
+    """Jobs on this machine's CPU, under each policy in turns."""
+    print(f"{processor_name()}; SmolLM2-135M on two stages of one thread, at 16 and 8 bit\n")
+    heads = ["job", "policy", "plan for", "foretold tokens/s", "measured"]
+    print(header([*heads, f"of {options.policies[0]}'s"]))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cluster.yaml"
+        file.write_text(CLUSTER.format(stages=2, threads=1))
+        cluster = Cluster.from_yaml(file)
+        for shape in RUN:
+            for row in _rows_of(shape, cluster, options):
+                print(table_row(row), flush=True)
+
+
+def _rows_of(
+    shape: Shape, cluster: Cluster, options: argparse.Namespace
+) -> Iterable[Sequence[object]]:
+    plans = {
+        policy: cluster.plan(
+            DEMO,
+            shape.job(),
+            bits=(8, 16),
+            in_flight=RUN_IN_FLIGHT,
+            policy=policy,
+            search_time_limit=options.seconds,
+        )
+        for policy in options.policies
+    }
+    keys = {
+        policy: (plan.spec.policy.name, str(plan.spec.stages)) for policy, plan in plans.items()
+    }
+    different = {keys[policy]: plan for policy, plan in plans.items()}
+    paces: dict[object, list[float]] = {key: [] for key in different}
+    for turn in range(options.passes):
+        for key, plan in different.items():
+            with plan.session(no_cache=True) as session:
+                _pace(session, shape.prompts(options.passes)[:4])  # warms up
+                paces[key].append(_pace(session, shape.prompts(turn)))
+    first = paces[keys[options.policies[0]]]
+    for policy, plan in plans.items():
+        measured = paces[keys[policy]]
+        ratios = [one / other for one, other in zip(measured, first, strict=True)]
+        foretold = f"{plan.predicted.tokens_per_s:,.0f}"
+        taken = plan.spec.policy.name
+        yield shape.name, policy, taken, foretold, spread(measured, 0), spread(ratios, 2)
+
+
+def _pace(session: Session, rows: list[dict[str, object]]) -> float:
+    """Tokens per second."""
+    began = time.perf_counter()
+    results = session.run(rows, temperature=0.0)
+    tokens = sum(len(result.token_ids) for result in results)
+    return tokens / (time.perf_counter() - began)
+
+
+def forecast(options: argparse.Namespace) -> None:
+    """What plans foretell of each shape of job."""
     print(f"{processor_name()}; {options.model} on {options.devices}, at 16 and 8 bit\n")
     print(header(f"job | {' | '.join(options.policies)} | auto takes | auto of the better one"))
     for shape in SHAPES:
@@ -100,6 +188,8 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", default="V100-SXM2-16GB", help="the kind of all of them")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each search")
     parser.add_argument("--policies", nargs="+", default=["static", "orca", "auto"])
+    parser.add_argument("--run", action="store_true", help="real stages of this machine's CPU")
+    parser.add_argument("--passes", type=int, default=3, help="of each policy, with --run")
     return parser.parse_args(arguments)
 
 
