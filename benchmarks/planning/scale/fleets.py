@@ -2,7 +2,7 @@
 
 Everything is simulated, with the times of data sheets: one pipeline by simulating its passes,
 replicas by handing rows out as slots become free. `groups` are tensor-parallel ones, chosen by the
-planner. All plans have the quality `balanced`; sensitivities are those of the layers' sizes.
+planner. All plans have the quality `balanced`; perplexity is expected by the layers' sizes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import cycle
 from pathlib import Path
 
 from benchmarks.lab import header, show
+from llmpq.report.quality import rise
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import FleetSpec
 from planner.fleet.planning import FleetRequest, find_fleet
@@ -73,14 +74,14 @@ WAYS = ("one pipeline", "one, groups", "replicas", "replicas, groups")
 
 @dataclass(frozen=True)
 class Compared:
-    """One model on one cluster: tokens per second and summed sensitivity by way, the pipelines of
-    the best fleet, and the ceiling.
+    """One model on one cluster: tokens per second and nats a token that are lost by way, the
+    pipelines of the best fleet, and the ceiling.
     """
 
     cluster: str
     model: str
     tokens_per_s: tuple[float, ...]
-    sensitivity: tuple[float, ...]
+    divergence: tuple[float, ...]
     make_up: str
     ceiling: float
 
@@ -120,7 +121,7 @@ def compared(label: str, cluster: ClusterSpec, model: str) -> Compared:
         label,
         model,
         (*speeds, *(fleet.tokens_per_s for fleet in fleets)),
-        (*(plan.solver.sensitivity if plan else 0.0 for plan in plans), *map(_omega, fleets)),
+        (*(_lost(plan) if plan else 0.0 for plan in plans), *map(_lost_by, fleets)),
         make_up,
         best.record.ceiling_tokens_per_s,
     )
@@ -143,19 +144,23 @@ def _job() -> Job:
     return Job.of(PROMPTS, PROMPT, OUTPUT)
 
 
-def _omega(fleet: FleetSpec) -> float:
-    """The mean sensitivity of the pipeline that makes a token."""
+def _lost(plan: PlanSpec) -> float:
+    return 0.0 if plan.quality is None else plan.quality.divergence
+
+
+def _lost_by(fleet: FleetSpec) -> float:
+    """The mean of the pipeline that makes a token."""
     speeds = [plan.predicted.tokens_per_s for plan in fleet.replicas]
     pairs = zip(speeds, fleet.replicas, strict=True)
-    return sum(speed * plan.solver.sensitivity for speed, plan in pairs) / sum(speeds)
+    return sum(speed * _lost(plan) for speed, plan in pairs) / sum(speeds)
 
 
 def table(found: Sequence[Compared]) -> Iterator[str]:
-    """Yield the lines of the table; sensitivities in brackets."""
+    """Yield the lines of the table; more perplexity in brackets."""
     yield header(f"cluster | model | {' | '.join(WAYS)} | replicas / one | ceiling | pipelines")
     for each in found:
-        pairs = zip(each.tokens_per_s, each.sensitivity, strict=True)
-        cells = [f"{speed:,.0f} ({omega:.2g})" if speed else "–" for speed, omega in pairs]
+        pairs = zip(each.tokens_per_s, each.divergence, strict=True)
+        cells = [f"{speed:,.0f} ({rise(nats)})" if speed else "–" for speed, nats in pairs]
         one = max(each.tokens_per_s[:2])
         ratio = f"{max(each.tokens_per_s[2:]) / one:.2f}" if one else "–"
         cells += [ratio, f"{each.ceiling:,.0f}", each.make_up]
