@@ -79,8 +79,16 @@ def latencies(forecast: LatencyForecast) -> str:
         within += f" ± {100 * error:.1f}{SPACE}%"
     return (
         f"{whole_percent(forecast.quantile)} of requests within {within} "
-        f"({bound(forecast.bound_s)} allowed), {seconds(forecast.mean_latency_s)} in the mean"
+        f"({allowed(forecast)}), {seconds(forecast.mean_latency_s)} in the mean"
     )
+
+
+def allowed(forecast: LatencyForecast) -> str:
+    """The bound, and the share of it that is left where CPUs run stages."""
+    left = ""
+    if forecast.bound_s is not None and forecast.margin:
+        left = f", of which {whole_percent(forecast.margin)} are left as CPUs' times vary"
+    return f"{bound(forecast.bound_s)} allowed{left}"
 
 
 def waiting(forecast: LatencyForecast) -> str:

@@ -45,13 +45,20 @@ class Drift:
     """What differs between a run and its plan: figures and stages.
 
     `tokens_per_s` and `outputs` are measured; None where too little is known. Another plan can only
-    be made from other lengths or speeds (`is_explained`).
+    be made from other lengths or speeds (`is_explained`). `late`: the latency that was bounded,
+    where it is above the bound, over the planned one; another schedule can leave as much.
     """
 
     deviations: tuple[Deviation, ...]
     slow: tuple[SlowStage, ...]
     tokens_per_s: float | None
     outputs: OutputLengths | None
+    late: float = 1.0
+
+    @property
+    def margin(self) -> float | None:
+        """The share of the bound to leave so that requests as late as these keep it, if any are."""
+        return 1 - 1 / self.late if self.late > 1 else None
 
     @property
     def is_explained(self) -> bool:
@@ -72,7 +79,8 @@ class Drift:
         for nothing); the plan of a fleet is not made again while it runs.
         """
         numbers = "; ".join(map(str, self.deviations))
-        if not self.is_explained:
+        follows = looks_for == "schedule" and self.margin is not None
+        if not self.is_explained and not follows:
             remedy = (
                 "lengths and stages are as planned: look whether prompts come, results are taken "
                 "and hops go as fast as the stages need it"
@@ -119,18 +127,20 @@ class DriftWatch:
         """What drifts, where rows in flight have `running` tokens; None where nothing does."""
         rate = self._window.tokens_per_s
         outputs = self._record.outputs(running, self._latest) if self._is_enough() else None
+        late, planned = self._late, planned_latency(self._plan)
         deviations = (
             *(
                 each
                 for each in (*self._rate(rate), *self._lengths(outputs))
                 if abs(each.measured / each.planned - 1) > self._drift
             ),
-            *self._latency(),
+            *(() if late is None else (late,)),
         )
         slow = slow_stages(self._plan, self._stages, self._drift)
         if not deviations and not slow:
             return None
-        return Drift(deviations, slow, rate, outputs)
+        share = 1.0 if late is None or planned is None else late.measured / planned.planned_s
+        return Drift(deviations, slow, rate, outputs, share)
 
     def _is_enough(self) -> bool:
         ended = self._record.ended - self._ended_before
@@ -160,16 +170,18 @@ class DriftWatch:
             return planned.mean_prompt, planned.mean_output
         return None
 
-    def _latency(self) -> Sequence[Deviation]:
+    @property
+    def _late(self) -> Deviation | None:
         """The latency that was bounded, where it is above the bound."""
         planned = planned_latency(self._plan)
         if planned is None or planned.bound_s is None:
-            return ()
+            return None
         if self._latencies.requests * (1 - planned.quantile) < 1:
-            return ()
+            return None
         measured_s = self._latencies.quantile_s(planned.quantile) or 0.0
         what = f"s for {100 * planned.quantile:g} % of requests"
-        return (Deviation(what, measured_s, planned.bound_s),) * (measured_s > planned.bound_s)
+        late = Deviation(what, measured_s, planned.bound_s)
+        return late if measured_s > planned.bound_s else None
 
     def measured(self, outputs: OutputLengths) -> RequestLengths:
         """The lengths of the latest rows."""

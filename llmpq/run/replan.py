@@ -156,30 +156,33 @@ def replan_after_loss(plan: PlanSpec, lost: DeviceLostError, model: str | None =
 
 
 def reschedule_measured(
-    plan: PlanSpec, lengths: RequestLengths, model: str | None = None
+    plan: PlanSpec, lengths: RequestLengths, margin: float | None = None, model: str | None = None
 ) -> PlanSpec:
     """Make another schedule for the stages of `plan` and requests of the lengths that its run has
     measured; layers and bits stay where they are (ExeGPT section 7.6).
 
-    `model`: another place of the same model. Raises what the search raises.
+    `margin`: the share of the bound to leave (None: as before); `model`: another place of the same
+    model. Raises what the search raises.
     """
     # Bits are as they are, so nothing that is about quality is read again.
     origin = _origin_of(plan)
     options = replace(origin.options, omega_file=None, importance=None, max_ppl_delta=None)
-    return reschedule(plan, _shape_of(plan, model), _usable(options), lengths)
+    return reschedule(plan, _shape_of(plan, model), _usable(options), lengths, margin)
 
 
 def rescheduled_text(old: PlanSpec, new: PlanSpec) -> str:
     before, now = old.policy.followed_schedule, new.policy.followed_schedule
+    is_late = old.latency and new.latency and old.latency.margin < new.latency.margin
+    what = "latencies" if is_late else "lengths"
     if before == now:
-        return "the schedule stays the best for the lengths that were measured"
+        return f"the schedule stays the best for the {what} that were measured"
     changes = [
         f"{name} {getattr(before, name)} to {getattr(now, name)}"
         for name in SHOWN_CONTROLS
         if getattr(before, name) != getattr(now, name)
     ]
     even = f"turns of prompts of {now.mean_prompt_tokens:.4g} tokens in the mean"
-    text = f"another schedule for the lengths that were measured: {', '.join(changes) or even}"
+    text = f"another schedule for the {what} that were measured: {', '.join(changes) or even}"
     if new.latency is None:
         return text
     return (

@@ -229,8 +229,8 @@ class Run:
         def again(plan: PlanSpec, measured: Measured) -> PlanSpec:
             return replan_measured(plan, measured, self._shared.model_folder)
 
-        def other(plan: PlanSpec, lengths: RequestLengths) -> PlanSpec:
-            return reschedule_measured(plan, lengths, self._shared.model_folder)
+        def other(plan: PlanSpec, lengths: RequestLengths, margin: float | None) -> PlanSpec:
+            return reschedule_measured(plan, lengths, margin, self._shared.model_folder)
 
         options = self._options
         follows = options.follows_schedule(self.plan)

@@ -63,7 +63,7 @@ class DriftControl:
 
     A `share` counts as drift; `say` is given each line. `plan_again` makes another plan, and
     `reschedule` another schedule for the stages of a plan that follows one, which is not made
-    again, unless they are None.
+    again, for lengths and a margin (None: the plan's), unless they are None.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class DriftControl:
         share: float,
         say: Callable[[str], None],
         plan_again: Callable[[PlanSpec, Measured], PlanSpec] | None = None,
-        reschedule: Callable[[PlanSpec, RequestLengths], PlanSpec] | None = None,
+        reschedule: Callable[[PlanSpec, RequestLengths, float | None], PlanSpec] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._record, self._share, self._tell, self._clock = record, share, say, clock
@@ -128,7 +128,9 @@ class DriftControl:
     def _other_schedule(
         self, plan: PlanSpec, watch: DriftWatch, drift: Drift | None
     ) -> Switch | None:
-        """The schedule that a search has led to; begins one where lengths drift."""
+        """The schedule that a search has led to; begins one where lengths drift, or requests are
+        late: it leaves as much of the bound as they were.
+        """
         now_s, reschedule, search = self._looked_s, self._reschedule, self._search
         if search is not None:
             if not search.is_done:
@@ -141,10 +143,15 @@ class DriftControl:
             return None
         if reschedule is None or now_s - self._planned_s < RESCHEDULE_EVERY_S:
             return None
-        if drift is not None and drift.has_other_lengths and drift.outputs is not None:
-            self._planned_s = now_s
-            lengths = watch.measured(drift.outputs)
-            self._search = _Search(lambda: reschedule(plan, lengths))
+        if drift is None or plan.latency is None:
+            return None
+        lengths, margin = plan.latency.lengths, drift.margin
+        if drift.has_other_lengths and drift.outputs is not None:
+            lengths, margin = watch.measured(drift.outputs), None
+        elif margin is None:
+            return None
+        self._planned_s = now_s
+        self._search = _Search(lambda: reschedule(plan, lengths, margin))
         return None
 
     def _say(self, drift: Drift) -> None:

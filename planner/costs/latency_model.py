@@ -104,6 +104,10 @@ class LatencyModel(ABC):
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         """Where the times come from; the text starts with `estimated` if none is measured."""
 
+    def spread(self, device: Device, dtype: str, bits: Sequence[int]) -> float:
+        """By what share of them the times of one pass vary, as measured; 0 where none were."""
+        return 0.0
+
     def layer_prefill_s(
         self,
         device: Device,
@@ -167,6 +171,9 @@ class DerivedLatency(LatencyModel):
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         return self.model.provenance(device, dtype, bits)
+
+    def spread(self, device: Device, dtype: str, bits: Sequence[int]) -> float:
+        return self.model.spread(device, dtype, bits)
 
 
 Part = Literal["rest", "experts", "hosted"]

@@ -21,7 +21,14 @@ from planner.costs.model import CostModel
 from planner.latency_bound.bounded_search import BoundedSearch, choice_of, plans_beside
 from planner.latency_bound.judged import Scheduled
 from planner.latency_bound.placed_layers import PlacedLayers
-from planner.latency_bound.schedules import BOUND, BoundRequest, cycle_of, job_of, most_in_group
+from planner.latency_bound.schedules import (
+    BOUND,
+    BoundRequest,
+    cycle_of,
+    job_of,
+    margin_of,
+    most_in_group,
+)
 from planner.latency_bound.waa import prompts_in_flight
 from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
@@ -107,6 +114,7 @@ def latency_forecast(scheduled: Scheduled, evaluations: int) -> LatencyForecast:
         tokens_per_s=rate * request.lengths.outputs.mean,
         latency_s=scheduled.latency_s,
         latency_error_s=scheduled.error_s,
+        margin=request.margin,
         mean_latency_s=scheduled.observed.mean_latency_s,
         admission_wait_s=scheduled.admission_wait_s,
         evaluations=evaluations,
@@ -192,6 +200,7 @@ def _found(
     planned: PlanningRequest, source: str, request: BoundRequest, clock: Callable[[], float]
 ) -> PlanSpec:
     costs, omega = costs_beside_bound(planned)
+    request = replace(request, margin=margin_of(costs))
     began = clock()
     search = BoundedSearch(costs, request, clock)
     scheduled = search.within(request.limit_s)
@@ -240,15 +249,16 @@ def _front(
     planned: PlanningRequest, request: BoundRequest, clock: Callable[[], float]
 ) -> tuple[LatencyPoint, ...]:
     costs, _ = costs_beside_bound(planned)
+    request = replace(request, margin=margin_of(costs))
     search = BoundedSearch(costs, request, clock)
     fastest = search.within(math.inf)
     least = search.least
     assert least is not None, "where a schedule was found, one has the least latency"
-    bounds = np.geomspace(least[0], fastest.latency_s, POINTS)
+    bounds = np.geomspace(least[0], fastest.latency_s, POINTS) / request.aimed_s(1.0)
     kept: list[LatencyPoint] = []
     for number, bound_s in enumerate(bounds.tolist(), start=1):
         try:
-            found = fastest if number == POINTS else search.within(bound_s)
+            found = fastest if number == POINTS else search.within(request.aimed_s(bound_s))
         except BoundNotMetError as error:
             if error.option != BOUND:
                 raise

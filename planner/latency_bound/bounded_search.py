@@ -126,10 +126,10 @@ class KindSearch:
 
 def bound_not_met(request: BoundRequest, least_s: float, kind: str) -> BoundNotMetError:
     """The error for a bound below `least_s`, the least latency that a schedule of `kind` has."""
-    reachable = rounded_up(least_s)
+    reachable = rounded_up(least_s / request.aimed_s(1.0))
     return BoundNotMetError(
         f"no schedule has {100 * request.quantile:g} % of requests done within "
-        f"{request.limit_s:g} s; the least bound that was found feasible is {reachable:g} s "
+        f"{request.bound_s:g} s; the least bound that was found feasible is {reachable:g} s "
         f"({kind}): --{BOUND} {reachable:g}",
         BOUND,
         reachable,

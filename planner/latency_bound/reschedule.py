@@ -175,17 +175,19 @@ def reschedule(
     shape: ModelShape,
     options: PlanOptions,
     lengths: RequestLengths,
+    margin: float | None = None,
 ) -> PlanSpec:
     """`plan` with the schedule of most throughput for `lengths`, of its kind, bound and memory;
-    `options` are those of its origin. `SpecError` for a plan without forecast or origin,
-    `BoundNotMetError` with the least feasible bound, `InfeasibleError` where not even one request
-    has room.
+    `options` are those of its origin, `margin` is the plan's where None. `SpecError` for a plan
+    without forecast or origin, `BoundNotMetError` with the least feasible bound, `InfeasibleError`
+    where not even one request has room.
     """
     now, forecast = plan.policy.followed_schedule, plan.latency
     if forecast is None or plan.origin is None:
         raise SpecError("only a plan with the forecast of its schedule and its origin has another")
     request = BoundRequest(
-        lengths, forecast.bound_s, forecast.quantile, (now.kind,), forecast.prompts
+        *(lengths, forecast.bound_s, forecast.quantile, (now.kind,), forecast.prompts),
+        margin=forecast.margin if margin is None else margin,
     )
     measured = sampled_lengths(lengths)
     limit = max(plan.workload.new_tokens, measured.longest_output)

@@ -125,8 +125,8 @@ class JobForecast:
 class LatencyForecast:
     """Simulated requests of `lengths`: from its prefill's start a share `quantile` ends within
     `latency_s`, which may be off by `latency_error_s` for those that were drawn; `bound_s` was
-    asked for. `admission_wait_s`, the longest wait for the next turn where fewer than
-    `requests_per_s` come, is not counted.
+    asked for, of which the share `margin` was left. `admission_wait_s`, the longest wait for the
+    next turn where fewer than `requests_per_s` come, is not counted.
     """
 
     lengths: RequestLengths
@@ -140,6 +140,7 @@ class LatencyForecast:
     evaluations: Annotated[int, Field(ge=0)]
     prompts: Annotated[int, Field(ge=1)] | None = None
     latency_error_s: Seconds = 0.0
+    margin: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @property
     def seconds(self) -> float | None:

@@ -136,6 +136,12 @@ class FittedLatency(DerivedLatency):
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         return self.described("fitted to", device, dtype, bits)
 
+    def spread(self, device: Device, dtype: str, bits: Sequence[int]) -> float:
+        """That of the rows that are used, in the median."""
+        used = select_all(self.profiles, device, dtype, self._layer, bits)
+        known = [row.spread for each in used for row in each.rows if row.spread is not None]
+        return float(np.median(known)) if known else 0.0
+
     def described(self, verb: str, device: Device, dtype: str, bits: Sequence[int]) -> str:
         if self.shape.kinds:
             kinds = map(self.fitted_of_kind, range(len(self.shape.kinds)))

@@ -26,6 +26,7 @@ search_cost        the same searches on random boxes
 draws              the 99th percentile of simulations with other draws
 promises           plans under bounds beside the runtime's schedulers in virtual time
 timelines          random schedules beside simulations of their events
+real               plans that run on two stages of this machine's CPU, again and again
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ PARTS = {
     "changed_lengths": (tables.changed_lengths_arguments, tables.run_changed_lengths),
     "variance": table_part("variance", tables.variance_table),
     "timelines": (timelines.add_arguments, timelines.run),
+    "real": (claims.real_arguments, claims.run_real),
 }
 
 

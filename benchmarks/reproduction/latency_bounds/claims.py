@@ -1,11 +1,17 @@
-"""Whether schedules keep their bounds: the chosen ones, simulated event by event.
+"""Whether schedules keep their bounds: the chosen ones simulated event by event, and plans that
+run on this machine's CPU.
 
     python -m benchmarks.reproduction.latency_bounds claims [--models 13B] [--tasks S T]
+    python -m benchmarks.reproduction.latency_bounds real [--runs 10] [--kinds rra waa-c]
 
-Models, tasks and bounds of `throughput`. A schedule is chosen by its timeline, so that 99 % of all
-requests keep the bound. Then its events are simulated with random lengths; where they do not keep
-it, a schedule is chosen for a tighter bound and for more of the requests. A second simulation with
-other lengths is the judge.
+`claims`: models, tasks and bounds of `throughput`. A schedule is chosen by its timeline, so that
+99 % of all requests keep the bound. Then its events are simulated with random lengths; where they
+do not keep it, a schedule is chosen for a tighter bound and for more of the requests. A second
+simulation with other lengths is the judge.
+
+`real`: two stages of one thread, and bounds that are multiples of the least one of each kind of
+schedule. A plan is made for each, as `llmpq plan` makes it, and run again and again with other
+prompts of token ids; tokens per second are of whole runs, with the filling and the draining.
 """
 
 from __future__ import annotations
@@ -14,14 +20,21 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
-from benchmarks.lab import header, show
+from benchmarks.lab import header, processor_name, show, spread, table_row
 from benchmarks.reproduction.latency_bounds.models import MODELS, TASKS, Model
 from benchmarks.reproduction.latency_bounds.schedules import rra_of, waa_of
 from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Bounded, Placed, Setting
+from llmpq import BoundNotMetError, Cluster, Plan, RequestLengths
+from llmpq.report.latency import LatencyFigures
+from planner.cluster.spec import ClusterSpec
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch
+from planner.lengths import LengthDistribution
+from planner.scheduling import SCHEDULE_KINDS
+from quant.checkpoint.model_reference import DEMO
 
 KINDS: dict[str, Callable[[Setting, float], Bounded]] = {"RRA": rra_of, "WAA": waa_of}
 SETTLING = 3
@@ -159,3 +172,103 @@ def _near(ratios: np.ndarray[tuple[int], np.dtype[np.float64]]) -> str:
     """How many ratios are within 5 % of 1, and the least and the most."""
     near = int((np.abs(ratios - 1) <= 0.05).sum())
     return f"{near} ({ratios.min():.2f} to {ratios.max():.2f})"
+
+
+TWO_STAGES = {
+    "name": "this_cpu",
+    "nodes": [{"accelerators": {"CPU": 2}, "threads": 1, "memory_gib": 4}],
+}
+MEAN_LENGTHS = RequestLengths(
+    LengthDistribution.truncated_normal(64, 16, 128), LengthDistribution.truncated_normal(24, 8, 48)
+)
+
+
+def real_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of plans that run."""
+    parser.add_argument("--model", default=DEMO)
+    parser.add_argument("--bits", type=int, nargs="+", default=[16])
+    parser.add_argument("--kinds", nargs="+", default=["rra", "waa-c"], choices=SCHEDULE_KINDS)
+    parser.add_argument("--multiples", type=float, nargs="+", default=[1.5, 3.0])
+    parser.add_argument("--rows", type=int, default=300)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--profiles", help="in place of what is measured at first use")
+
+
+def run_real(options: argparse.Namespace) -> None:
+    """Plan, run, and print the table."""
+    print(processor_name())
+    show(_real_rows(options))
+
+
+def _real_rows(options: argparse.Namespace) -> Iterator[str]:
+    yield header(
+        "kind | bound | margin | planned 99 % | runs (least to most) | kept | planned tokens/s | "
+        "runs | of the plan"
+    )
+    for kind in options.kinds:
+        least_s = _least_bound_s(kind, options)
+        for multiple in options.multiples:
+            plan = _plan(kind, multiple * least_s, options)
+            forecast = plan.spec.latency
+            assert forecast is not None
+            found = [_run(plan, options.rows, turn) for turn in range(options.runs)]
+            latencies_s = [each.quantile_s for each, _ in found]
+            rates = [rate for _, rate in found]
+            kept = sum(each <= multiple * least_s for each in latencies_s)
+            yield table_row(
+                [
+                    kind.upper(),
+                    f"{multiple * least_s:.2f} s",
+                    f"{forecast.margin:.0%}",
+                    f"{forecast.latency_s:.2f} s",
+                    spread(latencies_s, 2),
+                    f"{kept} of {len(found)}",
+                    f"{forecast.tokens_per_s:.1f}",
+                    spread(rates, 1),
+                    f"{median(rates) / forecast.tokens_per_s:.2f}",
+                ]
+            )
+
+
+def _plan(kind: str, bound_s: float, options: argparse.Namespace) -> Plan:
+    return Cluster(ClusterSpec.from_dict(TWO_STAGES)).plan(
+        options.model,
+        MEAN_LENGTHS,
+        bits=options.bits,
+        keep_all_devices=True,
+        max_request_latency_s=bound_s,
+        schedule=kind,
+        profiles=options.profiles,
+    )
+
+
+def _least_bound_s(kind: str, options: argparse.Namespace) -> float:
+    """The least bound that a schedule of this kind keeps by its plan."""
+    try:
+        _plan(kind, 1e-3, options)
+    except BoundNotMetError as error:
+        return error.reachable
+    raise AssertionError("nothing is done within a millisecond")
+
+
+def _run(plan: Plan, rows: int, turn: int) -> tuple[LatencyFigures, float]:
+    """Latencies and tokens per second of a run of its own prompts."""
+    draw = np.random.default_rng(turn)
+    lengths = zip(
+        *(each.drawn(rows, draw).tolist() for each in (MEAN_LENGTHS.prompts, MEAN_LENGTHS.outputs)),
+        strict=True,
+    )
+    prompts = [
+        {
+            "prompt": draw.integers(1000, 40000, prompt).tolist(),
+            "max_new_tokens": output,
+            "ignore_eos": True,
+        }
+        for prompt, output in lengths
+    ]
+    with plan.run(prompts, temperature=0.0) as results:
+        list(results)
+        summary = results.summary
+    assert summary is not None
+    assert summary.latency is not None
+    return summary.latency, summary.tokens_per_s

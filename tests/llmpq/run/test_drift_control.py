@@ -228,7 +228,8 @@ def test_schedules_follow_lengths_as_they_change(small: PlanSpec) -> None:
     """Of the latest rows: soon after each change, and as often as they do."""
     asked: list[RequestLengths] = []
 
-    def again(plan: PlanSpec, lengths: RequestLengths) -> PlanSpec:
+    def again(plan: PlanSpec, lengths: RequestLengths, margin: float | None) -> PlanSpec:
+        assert margin is None
         asked.append(lengths)
         return expecting(plan, round(lengths.outputs.mean))
 
@@ -248,7 +249,7 @@ def test_schedules_follow_lengths_as_they_change(small: PlanSpec) -> None:
 def test_a_bound_that_no_schedule_keeps_is_said_now_and_then(small: PlanSpec) -> None:
     asked: list[float] = []
 
-    def again(plan: PlanSpec, lengths: RequestLengths) -> PlanSpec:
+    def again(*_: object) -> PlanSpec:
         asked.append(run.now_s)
         raise BoundNotMetError("no schedule keeps 20 s", "max_request_latency_s", 30.0)
 
@@ -260,12 +261,23 @@ def test_a_bound_that_no_schedule_keeps_is_said_now_and_then(small: PlanSpec) ->
     assert RESCHEDULE_EVERY_S < EVERY_S
 
 
-def test_a_latency_above_the_bound_is_said(small: PlanSpec) -> None:
-    """Of requests since the plan is followed; lengths may be as planned."""
-    run = Simulated(expecting(small, PLANNED_OUTPUT), None, lambda *_: small)
+def test_requests_that_are_late_have_another_schedule_that_leaves_as_much(small: PlanSpec) -> None:
+    """Of requests since the plan is followed; lengths are as planned."""
+    asked: list[tuple[RequestLengths, float | None]] = []
+
+    def again(plan: PlanSpec, *given: Any) -> PlanSpec:
+        asked.append(given)
+        return plan
+
+    plan = expecting(small, PLANNED_OUTPUT)
+    assert plan.latency is not None
+    run = Simulated(plan, None, again)
     run.latencies = LatencyCounts.of([90.0] * 500)
     assert run.go_on(5, PLANNED_OUTPUT) is None
     run.latencies = run.latencies.plus(LatencyCounts.of([10.0] * 980 + [25.0] * 20))
-    assert run.go_on(600, PLANNED_OUTPUT) is None
+    assert run.go_on(600, PLANNED_OUTPUT) is not None
+    ((lengths, margin),) = asked
+    assert lengths == plan.latency.lengths
+    assert margin == pytest.approx(1 - plan.latency.latency_s / 25.22, abs=1e-3)
     (line,) = run.lines
-    assert "25.22 s for 99 % of requests, planned 20 (+26%); lengths and stages are as" in line
+    assert "25.22 s for 99 % of requests, planned 20 (+26%); another schedule is looked" in line

@@ -120,9 +120,9 @@ class Watch:
             self.started.append(group)
             return enter(group)
 
-        def again(plan: PlanSpec, lengths: RequestLengths, model: str | None) -> PlanSpec:
+        def again(plan: PlanSpec, lengths: RequestLengths, *others: Any) -> PlanSpec:
             self.asked.append(lengths)
-            return reschedule_measured(plan, lengths, model)
+            return reschedule_measured(plan, lengths, *others)
 
         monkeypatch.setattr(group_class, "__enter__", entered)
         monkeypatch.setattr("llmpq.run.run.reschedule_measured", again)

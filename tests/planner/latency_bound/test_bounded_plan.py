@@ -29,11 +29,14 @@ from planner.latency_bound.bounded_plan import (
 from planner.latency_bound.bounded_search import BoundedSearch
 from planner.latency_bound.judged import Scheduled
 from planner.latency_bound.rra import RraPlanner, RraSpace
-from planner.latency_bound.schedules import BoundRequest, job_of
+from planner.latency_bound.schedules import CPU_MARGIN, BoundRequest, job_of, margin_of
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.options import QUALITIES, PlanOptions, Quality
-from planner.plan.parts import PlansBeside
+from planner.plan.parts import LatencyForecast, PlansBeside
 from planner.plan.spec import PlanSpec
+from planner.profiles.fit import FittedLatency
+from planner.profiles.layer_terms import LayerTerms
+from planner.profiles.rows import ProfileRow
 from planner.scheduling import SCHEDULE_KINDS, ScheduleKind
 from quant.common.errors import BoundNotMetError, DoesNotFitError
 from quant.scheme import BITWIDTHS, NEAR_FULL_BITS
@@ -227,6 +230,45 @@ def near_full_bits_keep(bound_s: float) -> bool:
     except BoundNotMetError:
         return False
     return True
+
+
+def cpus() -> ClusterSpec:
+    node = {"accelerators": {"CPU": 2}, "memory_gib": 2}
+    return ClusterSpec.from_dict({"name": "cpus", "nodes": [node]})
+
+
+def test_plans_for_cpus_leave_a_margin_of_the_bound() -> None:
+    """And name a bound that is kept with it, where there is none within the one that was asked."""
+    request = BoundRequest(LENGTHS, 1e-3, QUANTILE, kinds=("rra",), prompts=JOB)
+
+    def planned(cluster: ClusterSpec, bound_s: float) -> LatencyForecast:
+        asked = replace(request, bound_s=bound_s)
+        found = find_bounded_plan(cluster, THREE_LAYERS, "three", asked, OPTIONS, lambda: 0.0)
+        assert found.latency is not None
+        return found.latency
+
+    with pytest.raises(BoundNotMetError, match=r"done within 0\.001 s") as refused:
+        planned(cpus(), 1e-3)
+    least_s = refused.value.reachable
+    for bound_s in (least_s, 1.5 * least_s):
+        found = planned(cpus(), bound_s)
+        assert (found.bound_s, found.margin) == (bound_s, CPU_MARGIN)
+        assert found.latency_s <= (1 - CPU_MARGIN) * bound_s
+    assert planned(ONE, 1.0).margin == 0
+
+
+def test_the_margin_has_what_measured_times_vary_by() -> None:
+    costs = bounded_costs(cpus(), BoundRequest(LENGTHS, 1.0))
+    cpu = costs.cluster.devices[0]
+    row = ProfileRow(
+        *("CPU", "three", LayerTerms.of(THREE_LAYERS), 4, "decode", 16, 1, 1, 100, 0.01),
+        dtype=costs.dtype(cpu),
+    )
+    for spreads, median in (((0.02, 0.3, 0.04), 0.04), ((None,), 0.0), ((9.0,), 0.4)):
+        rows = tuple(replace(row, context_length=100 + n, spread=s) for n, s in enumerate(spreads))
+        slow = replace(row, bits=3, spread=9.0), replace(row, device="T4-16GB", spread=9.0)
+        fitted = replace(costs, latency=FittedLatency((*rows, *slow), costs.latency))
+        assert margin_of(fitted) == pytest.approx(CPU_MARGIN + median)
 
 
 def test_no_layer_has_3_bit_where_4_bit_fits_and_keeps_the_bound() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 from planner.costs.communication import COPY_LAUNCH_S
 from planner.costs.latency_model import unlike_prompts_s
 from planner.costs.model import CostModel
+from planner.costs.pass_times import PassTable
 from planner.costs.stored_bytes import layer_weight_bytes
 from planner.fleet.pricing import device_tokens_per_s
 from planner.latency_bound.bounded_search import without_groups
 from planner.latency_bound.placed_layers import (
+    DRIVER_S,
     KnownRoom,
     Need,
     PlacedLayers,
@@ -65,6 +68,19 @@ def test_between_its_points_a_grid_is_near(placement: PlacedLayers) -> None:
             exact.decode_s(requests, tokens), rel=0.03
         )
         assert grid.decode_hop_s(requests) == pytest.approx(exact.decode_hop_s(requests))
+
+
+@pytest.mark.parametrize(("kinds", "driver_s"), [(["CPU", "T4"], 0), (["T4", "CPU"], DRIVER_S)])
+def test_the_driver_takes_time_between_steps_where_cpus_compute(
+    kinds: Sequence[str], driver_s: float
+) -> None:
+    cluster = small_cluster([15.0, 15.0], kinds)
+    costs = bounded_costs(cluster, BoundRequest(TASK_S, None))
+    placement = placement_of(costs, cluster.devices, [(1, 0), (0, 2)])
+    links = PassTable(costs, placement.stages, placement.bitwidth)
+    for requests in (1, 20):
+        added_s = placement.times.decode_hop_s(requests) - links.decode_hop_s(requests)
+        assert added_s == pytest.approx([0, driver_s], abs=1e-9)
 
 
 @pytest.mark.parametrize("size", [1, 3, 16])

@@ -154,3 +154,14 @@ def test_a_bound_below_all_schedules_is_refused_with_the_least(plan: PlanSpec) -
 def test_only_plans_with_a_schedule_have_another(plan: PlanSpec) -> None:
     with pytest.raises(SpecError, match="forecast of its schedule"):
         reschedule(replace(plan, latency=None), SHAPE, OPTIONS, LONGER)
+
+
+def test_a_margin_is_left_of_the_bound(plan: PlanSpec) -> None:
+    """As much of it as requests were late, by a schedule that is slower for that."""
+    assert plan.origin is not None
+    assert plan.latency is not None
+    found = reschedule(plan, SHAPE, plan.origin.options, PLANNED, 0.25).latency
+    assert found is not None
+    assert (found.bound_s, found.margin) == (BOUND_S, 0.25)
+    assert found.latency_s <= 0.75 * BOUND_S < plan.latency.latency_s
+    assert found.requests_per_s < plan.latency.requests_per_s
