@@ -2,8 +2,9 @@
 
     python -m benchmarks.speed.plans [--cases …] [--passes 3] [--workload 32 128 64]
 
-Every case is planned as `llmpq plan` does it, with the kernels measured at first use, and run in
-one session: a pass that warms up, then those that are timed, each of new prompts of token ids.
+Every case is planned as `llmpq plan` does it, with the kernels measured at first use or without
+(`--no_measuring`), and run in one session: a pass that warms up, then those that are timed, each of
+new prompts of token ids.
 `168M` is `benchmarks.speed.throughput`'s LLaMA of random weights, SmolLM2-135M that of the demo.
 """
 
@@ -66,7 +67,11 @@ def row_of(case: PlannedCase, folder: Path, options: argparse.Namespace) -> tupl
     file.write_text(CLUSTER.format(stages=case.stages, threads=CORES // case.stages))
     model = str(folder / "model") if case.model == RANDOM else case.model
     plan = Cluster.from_yaml(file).plan(
-        model, Workload(prompts, length, new), theta=case.theta, bits=case.bits
+        model,
+        Workload(prompts, length, new),
+        theta=case.theta,
+        bits=case.bits,
+        no_measuring=options.no_measuring,
     )
     used = sorted({bits for stage in plan.stages for bits in stage.bitwidths})
     foretold = plan.predicted.tokens_per_s
@@ -100,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--workload", type=int, nargs=3, default=(32, 128, 64), metavar=("PROMPTS", "LENGTH", "NEW")
     )
+    parser.add_argument("--no_measuring", action="store_true", help="plan by typical figures")
     options = parser.parse_args(arguments)
     print(processor_name())
     print(header("case | plan | foretold tokens/s | measured | foretold / measured"))

@@ -299,10 +299,16 @@ def _streams_from(
     return None
 
 
+CPU_GUESS = "a guess: runs on a CPU took 4 to 14 times as long as such plans foretold"
+"""What `benchmarks.speed.plans --no_measuring` showed on one without AVX-512."""
+
+
 def _provenance(costs: CostModel, device: Device, following: Device) -> str:
     hop = costs.cluster.link_provenance(device, following)
     source = costs.latency.provenance(device, costs.dtype(device), costs.options.bits)
     text = f"{device.accelerator.name} {source}"
+    if device.accelerator.is_cpu and source.startswith("estimated"):
+        text += f"; {CPU_GUESS}"
     return text if hop is None else f"{text}; {hop}"
 
 

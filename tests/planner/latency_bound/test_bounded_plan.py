@@ -32,6 +32,7 @@ from planner.latency_bound.rra import RraPlanner, RraSpace
 from planner.latency_bound.schedules import CPU_MARGIN, BoundRequest, job_of, margin_of
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.options import QUALITIES, PlanOptions, Quality
+from planner.plan.builder import CPU_GUESS
 from planner.plan.parts import LatencyForecast, PlansBeside
 from planner.plan.spec import PlanSpec
 from planner.profiles.fit import FittedLatency
@@ -245,6 +246,8 @@ def test_plans_for_cpus_leave_a_margin_of_the_bound() -> None:
         asked = replace(request, bound_s=bound_s)
         found = find_bounded_plan(cluster, THREE_LAYERS, "three", asked, OPTIONS, lambda: 0.0)
         assert found.latency is not None
+        is_guess = [each.provenance.endswith(CPU_GUESS) for each in found.stages]
+        assert is_guess == [cluster is not ONE] * len(found.stages)
         return found.latency
 
     with pytest.raises(BoundNotMetError, match=r"done within 0\.001 s") as refused:

@@ -12,6 +12,7 @@ from llmpq.run.replan import replan
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
+from planner.plan.builder import CPU_GUESS
 from planner.plan.spec import PlanSpec
 from planner.profiles.layer_terms import LayerTerms
 from planner.profiles.rows import ProfileRow
@@ -72,6 +73,7 @@ def test_why_no_row_is_used(tmp_path: Path, other: dict[str, str], reason: str) 
     for stage in plan.stages:
         assert stage.provenance.startswith(DATASHEET)
         assert reason in stage.provenance
+        assert stage.provenance.endswith(CPU_GUESS)
 
 
 @REASONS
