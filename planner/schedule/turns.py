@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, islice, takewhile
 from math import ceil, floor
 from typing import Protocol
@@ -104,12 +105,11 @@ def evened(
     """About `wanted`, from `fewest` to `room`: so many prompts that the sum of their tokens is
     within the tolerance of that of `wanted` mean ones, where possible (ExeGPT section 5.2).
     """
-    tokens, tolerance = wanted * Fraction(schedule.mean_prompt_tokens), schedule.exact_tolerance
-    low, high = ceil((1 - tolerance) * tokens), floor((1 + tolerance) * tokens)
     room = min(room, len(texts))
     count = min(wanted, room)
     if count < 1:
         return 0
+    low, high = _even_tokens(schedule, wanted)
     total = sum(texts[:count])
     while total > high and count > max(1, fewest):
         count -= 1
@@ -118,6 +118,13 @@ def evened(
         total += texts[count]
         count += 1
     return count
+
+
+@lru_cache(maxsize=4096)
+def _even_tokens(schedule: RequestSchedule, wanted: int) -> tuple[int, int]:
+    """The fewest and the most tokens of even turns of so many requests."""
+    tokens, tolerance = wanted * Fraction(schedule.mean_prompt_tokens), schedule.exact_tolerance
+    return ceil((1 - tolerance) * tokens), floor((1 + tolerance) * tokens)
 
 
 def even_parts(requests: int, most: int) -> list[int]:
