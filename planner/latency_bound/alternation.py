@@ -27,7 +27,7 @@ from planner.latency_bound.branch_and_bound import (
 )
 from planner.latency_bound.placed_layers import PhaseDivision, PlacedLayers
 from planner.latency_bound.schedules import BoundRequest
-from planner.latency_bound.simulate import ObservedRequests
+from planner.latency_bound.simulate import ObservedRequests, unlimited
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.search.candidate_search import SearchTime, search
@@ -133,7 +133,9 @@ class ScheduleSpace(ABC):
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline: ...
 
     @abstractmethod
-    def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
+    def observed(
+        self, schedule: RequestSchedule, count: int, check_time: Callable[[], None] = unlimited
+    ) -> ObservedRequests:
         """What is seen of so many requests in a simulation of a schedule's events."""
 
     @abstractmethod
@@ -211,11 +213,13 @@ class PlacedPoint:
 
 class Alternation:
     """Searches the schedules of one kind, at one theta and bound after another. Placements that
-    were found stay known, with all that was evaluated there.
+    were found stay known, with all that was evaluated there. `check_time` raises what ends a look.
     """
 
-    def __init__(self, planner: KindPlanner, search_time: SearchTime) -> None:
-        self._planner, self.search_time = planner, search_time
+    def __init__(
+        self, planner: KindPlanner, search_time: SearchTime, check_time: Callable[[], None]
+    ) -> None:
+        self._planner, self.search_time, self._check_time = planner, search_time, check_time
         self._pool: dict[Hashable, ScheduleSpace] = {}
         self._placed: dict[tuple[PlacingGoal, float], ScheduleSpace | None] = {}
         self._known: dict[Hashable, dict[ControlPoint, Performance]] = {}
@@ -305,6 +309,7 @@ class Alternation:
         """The best placement for a schedule, which is known from then on; None where none fits."""
         key = start, theta
         if key not in self._placed:
+            self._check_time()
             try:
                 placed = self._planner.placed(start, theta, self.search_time.next_s())
             except InfeasibleError:
@@ -344,6 +349,7 @@ class Alternation:
 
         def performance(point: ControlPoint) -> Performance:
             if point not in known:
+                self._check_time()
                 known[point] = placed(point)
             return known[point]
 

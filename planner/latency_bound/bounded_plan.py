@@ -18,7 +18,12 @@ import numpy as np
 from planner.cluster.spec import ClusterSpec
 from planner.costs.hosting import can_host
 from planner.costs.model import CostModel
-from planner.latency_bound.bounded_search import BoundedSearch, choice_of, plans_beside
+from planner.latency_bound.bounded_search import (
+    BoundedSearch,
+    choice_of,
+    plans_beside,
+    search_time_of,
+)
 from planner.latency_bound.judged import Scheduled
 from planner.latency_bound.placed_layers import PlacedLayers
 from planner.latency_bound.schedules import (
@@ -42,6 +47,7 @@ from planner.plan.spec import PlanSpec, Role, StagePlan
 from planner.profiles.perplexity_fit import with_quality
 from planner.profiles.sensitivity import Omega, planned_importance
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule, ScheduleKind
+from planner.search.candidate_search import SearchTime
 from planner.search.remedies import naming_remedies
 from planner.search.request import (
     PlanningRequest,
@@ -151,23 +157,35 @@ def find_bounded_plan(
     """
     options = bounded_options(options)
     check_rounding(shape, options)
-    planned = PlanningRequest.of(cluster, shape, job_of(request), options)
+    search_time = search_time_of(options, clock)
+    while True:
+        planned = PlanningRequest.of(cluster, shape, job_of(request), options)
+        plan = _with_remedies(planned, source, request, clock, search_time)
+        importance = planned_importance(plan, options, shape)
+        origin = origin_of(cluster, options, files_of_costs(options))
+        plan = replace(plan, origin=origin, importance=importance)
+        if not warned_of_heads(plan):
+            return plan
+        options = options.without_heads
+        request = replace(request, lengths=with_heads(request.lengths, options))
 
+
+def _with_remedies(
+    planned: PlanningRequest,
+    source: str,
+    request: BoundRequest,
+    clock: Callable[[], float],
+    search_time: SearchTime,
+) -> PlanSpec:
     try:
-        found = with_fitting_cache(planned, lambda each: _found(each, source, request, clock))
+        return with_fitting_cache(
+            planned, lambda each: _found(each, source, request, clock, search_time)
+        )
     except InfeasibleError as error:
         if isinstance(error, BoundNotMetError) or "rra" not in request.kinds:
             raise  # there are no remedies beside those that it names
         with naming_remedies(planned):
             raise
-    importance = planned_importance(found, options, shape)
-    origin = origin_of(cluster, options, files_of_costs(options))
-    plan = replace(found, origin=origin, importance=importance)
-    if warned_of_heads(plan):
-        options = options.without_heads
-        request = replace(request, lengths=with_heads(request.lengths, options))
-        return find_bounded_plan(cluster, shape, source, request, options, clock)
-    return plan
 
 
 def bounded_options(options: PlanOptions) -> PlanOptions:
@@ -197,12 +215,16 @@ def costs_beside_bound(planned: PlanningRequest) -> tuple[CostModel, Omega]:
 
 
 def _found(
-    planned: PlanningRequest, source: str, request: BoundRequest, clock: Callable[[], float]
+    planned: PlanningRequest,
+    source: str,
+    request: BoundRequest,
+    clock: Callable[[], float],
+    search_time: SearchTime,
 ) -> PlanSpec:
     costs, omega = costs_beside_bound(planned)
     request = replace(request, margin=margin_of(costs))
     began = clock()
-    search = BoundedSearch(costs, request, clock)
+    search = BoundedSearch(costs, request, clock, search_time)
     scheduled = search.within(request.limit_s)
     plan = bounded_plan(scheduled, costs, source, omega.source)
     plan = with_quality(plan, omega, scheduled.placed.omega, planned.options.max_ppl_delta)

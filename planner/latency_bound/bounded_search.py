@@ -16,12 +16,12 @@ from functools import cached_property
 from planner.costs.model import CostModel
 from planner.costs.stored_bytes import model_weight_bytes
 from planner.latency_bound.alternation import Alternation, KindPlanner, PlacedPoint
-from planner.latency_bound.judged import Judge, Scheduled
+from planner.latency_bound.judged import Judge, Scheduled, TimeIsUpError
 from planner.latency_bound.rra import RraPlanner
 from planner.latency_bound.schedules import BOUND, BoundRequest
 from planner.latency_bound.waa import WaaPlanner
 from planner.model.tensor_parallel import hands_over
-from planner.options import AUTO, PLAN_TIME, QUALITIES, Quality, quality_of
+from planner.options import AUTO, PLAN_TIME, QUALITIES, PlanOptions, Quality, quality_of
 from planner.plan.parts import PlanChoice, PlansBeside, QualityChoice
 from planner.scheduling import ScheduleKind
 from planner.search.candidate_search import SearchTime
@@ -56,9 +56,12 @@ PART = 0.6
 class KindSearch:
     """Searches the schedules of one kind, at one theta and bound after another."""
 
-    def __init__(self, planner: KindPlanner, search_time: SearchTime) -> None:
-        self._alternation = Alternation(planner, search_time)
-        self._judge = Judge(lambda: self._search_time.is_over)
+    def __init__(
+        self, planner: KindPlanner, search_time: SearchTime, check_time: Callable[[], None]
+    ) -> None:
+        self._alternation = Alternation(planner, search_time, check_time)
+        self._judge = Judge(lambda: self._search_time.is_over, check_time)
+        self.kept, self.has = self._judge.kept, self._judge.has
         self._factor = 1.0
 
     @property
@@ -72,22 +75,23 @@ class KindSearch:
     @property
     def least(self) -> Scheduled | None:
         least = self._alternation.least
-        return None if least is None else self._judge.seen(least.placed, least.point, math.inf)
-
-    def kept(self, bound_s: float) -> Iterator[Scheduled]:
-        """Yield all schedules that were seen to keep a bound."""
-        return self._judge.kept(bound_s)
+        if least is None:
+            return None
+        try:
+            return self._judge.seen(least.placed, least.point, math.inf)
+        except TimeIsUpError:
+            return min(self.kept(math.inf), key=lambda each: each.latency_s, default=None)
 
     def best(self, theta: float, bound_s: float, search_time: SearchTime) -> Scheduled | None:
         """The best schedule found within the bound at this theta; None where none keeps it."""
         self._alternation.search_time = search_time
-        found = self._calibrated(theta, bound_s)
-        if found is not None:
-            self._look_on(self._finalists(found, theta, bound_s), theta, bound_s)
-        best = self._best_seen(theta, bound_s)
-        if best is None and self.least is not None:
-            return self._best_seen(theta, bound_s)
-        return best
+        with suppress(TimeIsUpError):
+            found = self._calibrated(theta, bound_s)
+            if found is not None:
+                self._look_on(self._finalists(found, theta, bound_s), theta, bound_s)
+            if not self.has(bound_s):
+                _ = self.least  # may keep it
+        return self._best_seen(theta, bound_s)
 
     def _best_seen(self, theta: float, bound_s: float) -> Scheduled | None:
         return min(self.kept(bound_s), key=lambda each: each.cost_s(theta), default=None)
@@ -175,33 +179,54 @@ def _nothing_fits(costs: CostModel, request: BoundRequest) -> InfeasibleError:
     )
 
 
+def search_time_of(options: PlanOptions, clock: Callable[[], float]) -> SearchTime:
+    """What a search for schedules has of the time limit, from now on."""
+    return SearchTime(PLAN_TIME * options.search_time_limit, clock)
+
+
 class _NoScheduleError(Exception):
     """No schedule keeps a bound, or none fits."""
 
 
 class BoundedSearch:
-    def __init__(self, costs: CostModel, request: BoundRequest, clock: Callable[[], float]) -> None:
+    """A first schedule within a bound is looked for however long that takes. From then on every
+    look ends with `search_time`: before a pass of a simulation, a timeline, an estimate or a
+    placement, whose solver has no more seconds than are left.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        request: BoundRequest,
+        clock: Callable[[], float],
+        search_time: SearchTime | None = None,
+    ) -> None:
         assert costs.job is not None, "schedules are planned for a job"
         self._costs, self._job, self._request, self._clock = costs, costs.job, request, clock
-        self._search_time = SearchTime(PLAN_TIME * costs.options.search_time_limit, clock)
+        self._search_time = search_time or search_time_of(costs.options, clock)
+        self._bound_s = math.inf
         self._kinds_of_bits: dict[tuple[int, ...], dict[ScheduleKind, KindSearch]] = {}
         self._points: dict[tuple[float, float, tuple[int, ...] | None], ThetaPoint[Scheduled]] = {}
 
     @property
     def evaluations(self) -> int:
-        searches = self._kinds_of_bits.values()
-        return sum(each.evaluations for kinds in searches for each in kinds.values())
+        return sum(each.evaluations for each in self._searches)
+
+    @property
+    def _searches(self) -> Iterator[KindSearch]:
+        for kinds in self._kinds_of_bits.values():
+            yield from kinds.values()
+
+    def _check_time(self) -> None:
+        if self.is_over and any(each.has(self._bound_s) for each in self._searches):
+            raise TimeIsUpError
 
     @property
     def least(self) -> tuple[float, ScheduleKind] | None:
         """The least latency found, in seconds, and its schedule's kind; None where nothing fits."""
-        found = [
-            (each.least.latency_s, kind)
-            for kinds in self._kinds_of_bits.values()
-            for kind, each in kinds.items()
-            if each.least is not None
-        ]
-        return min(found, key=lambda each: each[0], default=None)
+        found = [least for each in self._searches if (least := each.least) is not None]
+        least = min(found, key=lambda each: each.latency_s, default=None)
+        return None if least is None else (least.latency_s, least.schedule.kind)
 
     @property
     def is_over(self) -> bool:
@@ -249,6 +274,7 @@ class BoundedSearch:
         """The best schedule of all kinds at one theta, with layers of these bits (None: of all), in
         such a share of the time that is left.
         """
+        self._bound_s = bound_s
         kinds = self._kinds(usable_bits or self._costs.bits)
         search_time = self._search_time.part(share)
         kept = list[Scheduled]()
@@ -271,7 +297,8 @@ class BoundedSearch:
                     planners.append(RraPlanner(kind, costs, *given))
                 else:
                     planners.append(WaaPlanner(kind, without_groups(costs), *given))
-            searches = (KindSearch(each, self._search_time) for each in planners)
+            given_time = self._search_time, self._check_time
+            searches = (KindSearch(each, *given_time) for each in planners)
             self._kinds_of_bits[bits] = dict(zip(asked.kinds, searches, strict=True))
         return self._kinds_of_bits[bits]
 
@@ -302,14 +329,13 @@ class BoundedSearch:
         self, bound_s: float, usable_bits: tuple[int, ...] | None = None
     ) -> Iterator[Scheduled]:
         """Yield all schedules that were seen to keep the bound, with layers of these bits."""
-        for kinds in self._kinds_of_bits.values():
-            for search in kinds.values():
-                for each in search.kept(bound_s):
-                    placed = each.placed.placements
-                    if usable_bits is None or all(
-                        has_only(usable_bits, self._costs, one.solution) for one in placed
-                    ):
-                        yield each
+        for search in self._searches:
+            for each in search.kept(bound_s):
+                placed = each.placed.placements
+                if usable_bits is None or all(
+                    has_only(usable_bits, self._costs, one.solution) for one in placed
+                ):
+                    yield each
 
     @cached_property
     def _theta_of_fast(self) -> float:

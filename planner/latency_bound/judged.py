@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
 from planner.latency_bound.alternation import ScheduleSpace
 from planner.latency_bound.branch_and_bound import ControlPoint, Evaluations, best_within
-from planner.latency_bound.simulate import ObservedRequests
+from planner.latency_bound.simulate import ObservedRequests, unlimited
 from planner.latency_bound.timeline import Performance
 from planner.scheduling import RequestSchedule
 
@@ -33,6 +34,10 @@ HALVINGS = 6
 """Simulations where no timeline led to a schedule within the bound."""
 
 
+class TimeIsUpError(Exception):
+    """Time was up, and a schedule within the bound known, before a look had ended."""
+
+
 @dataclass(frozen=True, eq=False)
 class Scheduled:
     """A schedule where layers lie, the wait for a turn by its timeline, and what was `observed` by
@@ -46,13 +51,17 @@ class Scheduled:
 
     @classmethod
     def of(
-        cls, placed: ScheduleSpace, schedule: RequestSchedule, bound_s: float = math.inf
+        cls,
+        placed: ScheduleSpace,
+        schedule: RequestSchedule,
+        bound_s: float = math.inf,
+        check_time: Callable[[], None] = unlimited,
     ) -> Scheduled:
         """Simulate a schedule as long as its latency is not known well enough for the bound."""
         quantile = placed.request.quantile
         wait_s = placed.timeline(schedule, quantile).admission_wait_s
         for late in LATE:
-            observed = placed.observed(schedule, ceil(late / (1 - quantile)))
+            observed = placed.observed(schedule, ceil(late / (1 - quantile)), check_time)
             found = cls(placed, schedule, wait_s, observed)
             if found.is_known(bound_s):
                 break
@@ -89,10 +98,16 @@ class Scheduled:
 
 
 class Judge:
-    """Searches placements by timelines, and knows all that it evaluated and simulated."""
+    """Searches placements by timelines, and knows all that it evaluated and simulated: nothing new
+    once `is_over` where some schedule keeps the bound, and no more once `check_time` raises.
+    """
 
-    def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        self._is_over = is_over
+    def __init__(
+        self,
+        is_over: Callable[[], bool] = lambda: False,
+        check_time: Callable[[], None] = unlimited,
+    ) -> None:
+        self._is_over, self._check_time = is_over, check_time
         self._known: dict[Hashable, dict[ControlPoint, Performance]] = {}
         self._seen: dict[tuple[Hashable, ControlPoint], Scheduled] = {}
 
@@ -103,6 +118,7 @@ class Judge:
     def exact(self, placed: ScheduleSpace, point: ControlPoint) -> Performance:
         known = self._known.setdefault(placed.key, {})
         if point not in known:
+            self._check_time()
             known[point] = placed.exact(point, placed.request.quantile)
         return known[point]
 
@@ -111,16 +127,23 @@ class Judge:
         key = placed.key, point
         found = self._seen.get(key)
         if found is None or not found.is_known(bound_s):
-            found = self._seen[key] = Scheduled.of(placed, placed.schedule(point), bound_s)
+            schedule = placed.schedule(point)
+            found = self._seen[key] = Scheduled.of(placed, schedule, bound_s, self._check_time)
         return found
+
+    def has(self, bound_s: float) -> bool:
+        """Whether some are known to keep a bound."""
+        seen = self._seen.values()
+        return any(each.latency_s <= bound_s and each.is_known(bound_s) for each in seen)
 
     def kept(self, bound_s: float) -> Iterator[Scheduled]:
         """Yield all that were seen within a bound, for whichever bound they were looked for."""
         for (_, point), each in list(self._seen.items()):
             if each.latency_s <= bound_s:
-                found = self.seen(each.placed, point, bound_s)
-                if found.latency_s <= bound_s:
-                    yield found
+                with suppress(TimeIsUpError):
+                    found = self.seen(each.placed, point, bound_s)
+                    if found.latency_s <= bound_s:
+                        yield found
 
     def look(
         self,

@@ -1,27 +1,32 @@
-"""Layers on devices in stage order: times, room, the way between two sides, and how devices are
-divided between these.
+"""Layers on devices in stage order: times, room, and the way of keys and values from stages that
+prefill to stages that decode (ExeGPT section 3).
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
+import numpy as np
+
 from planner.cluster.device import Device
-from planner.cluster.groups import equal_devices
 from planner.costs.communication import HostCopies, cache_tensors, handover_terms
 from planner.costs.model import CostModel
 from planner.costs.pass_times import OccupiedStages, PassTable, link_terms, occupied_stages
-from planner.costs.stored_bytes import kept_of_requests, layer_weight_bytes, model_weight_bytes
-from planner.latency_bound.timeline import GridTimes
-from planner.latency_bound.waa_sides import Handover, StageCopies
+from planner.costs.stored_bytes import kept_of_requests, layer_weight_bytes
+from planner.latency_bound.timeline import (
+    GridTimes,
+    ManyTimes,
+    StageSeconds,
+    decodes_s,
+    mean_prefill_s,
+)
+from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.plan.builder import Solution, solution_quality
-from planner.scheduling import ScheduleKind
 from planner.search.fitting import first_sets
 from planner.search.in_flight import JobSearch
 from planner.workload import Job, MicroBatches, Workload
@@ -153,6 +158,112 @@ def most_requests(costs: CostModel, job: Job, clock: Callable[[], float], sets: 
         return 0
 
 
+LEAST_STEPS = 1e-9
+"""Decode steps of a request that are counted where all answers have one token."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageCopies:
+    """Seconds in which each stage copies keys and values to or from its host [N], a request and a
+    token.
+    """
+
+    request_s: FloatArray
+    token_s: FloatArray
+
+    @classmethod
+    def of(cls, copies: Sequence[HostCopies]) -> StageCopies:
+        request_s = np.array([each.one_way_s(0) for each in copies])
+        return cls(request_s, np.array([each.one_way_s(1) for each in copies]) - request_s)
+
+    def seconds(self, requests: float, tokens: float) -> FloatArray:
+        """Seconds of so many requests with so many tokens together [N]."""
+        return requests * self.request_s + tokens * self.token_s
+
+
+@dataclass(frozen=True, eq=False)
+class Handover:
+    """Stages that prefill copy keys and values to their hosts (`keep`), those that decode from
+    theirs (`restore`), between their kernels. From host to host each message takes `message_s`,
+    `token_s` a token, and `request_s` a request, of its constant states.
+    """
+
+    keep: StageCopies
+    restore: StageCopies
+    message_s: float
+    token_s: float
+    request_s: float = 0.0
+
+    def sent_s(self, requests: float, tokens: float) -> float:
+        """Seconds of a message with so many prompts, of so many tokens together."""
+        return self.message_s + self.request_s * requests + self.token_s * tokens
+
+
+def going_on(outputs: LengthDistribution) -> float:
+    """The share of requests that make decode steps at all."""
+    return 1 - outputs.probabilities[0] if outputs.lengths[0] == 1 else 1.0
+
+
+class _CopyingTimes(ManyTimes):
+    """The `times` of stages that copy so much of a prompt, and `step_s` [N] a request of a step."""
+
+    def __init__(self, times: StageSeconds, prompts: StageCopies, step_s: FloatArray) -> None:
+        self._times, self._prompts, self._step_s = times, prompts, step_s
+        self.stages, self.attention_s = times.stages, times.attention_s
+        self.prefill_hop_s, self.decode_hop_s = times.prefill_hop_s, times.decode_hop_s
+
+    def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        copied_s = self._prompts.seconds(requests, requests * prompt_tokens)
+        return self._times.prefill_s(requests, prompt_tokens) + copied_s
+
+    def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
+        return self._times.decode_s(requests, context_tokens) + requests * self._step_s
+
+    def mean_prefill_s(self, requests: float, prompts: LengthDistribution) -> FloatArray:
+        copied_s = self._prompts.seconds(requests, requests * prompts.mean)
+        return mean_prefill_s(self._times, requests, prompts) + copied_s
+
+    def decodes_s(
+        self, requests: FloatArray, context_tokens: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        compute_s, hop_s = decodes_s(self._times, requests, context_tokens)
+        return compute_s + requests[:, None] * self._step_s, hop_s
+
+
+@lru_cache(maxsize=256)
+def mean_context(lengths: RequestLengths) -> float:
+    """Mean tokens before the new one, over the requests that decode at a time."""
+    outputs = lengths.outputs
+    return lengths.prompts.mean + (outputs.variance + outputs.mean**2) / outputs.mean / 2
+
+
+@dataclass(frozen=True, eq=False)
+class WaaSides:
+    """Times of both sides without the copies of `handover`."""
+
+    prefill: StageSeconds
+    decode: StageSeconds
+    handover: Handover
+    lengths: RequestLengths
+
+    @cached_property
+    def prefill_and_keep(self) -> StageSeconds:
+        """The times of stages that prefill, and keep what others decode with."""
+        none = np.zeros(self.prefill.stages)
+        goes_on = self.lengths.outputs.longest > 1  # which answers will end at once is not known
+        kept = self.handover.keep if goes_on else StageCopies(none, none)
+        return _CopyingTimes(self.prefill, kept, none)
+
+    @cached_property
+    def restore_and_decode(self) -> StageSeconds:
+        """The times of stages that decode, in each of whose steps as many requests begin as end."""
+        outputs, none = self.lengths.outputs, np.zeros(self.decode.stages)
+        steps = max(outputs.mean - 1, LEAST_STEPS)
+        restored_s = self.handover.restore.seconds(1.0, self.lengths.prompts.mean)
+        step_s = going_on(outputs) / steps * restored_s
+        return _CopyingTimes(self.decode, StageCopies(none, none), step_s)
+
+
 def handover_of(prefill: PlacedLayers, decode: PlacedLayers) -> Handover:
     """The handover between placements of all layers; nodes send at once and the slowest counts."""
     cluster, costs = prefill.costs.cluster, prefill.costs
@@ -202,112 +313,7 @@ def kept_bytes(costs: CostModel, device: Device, kinds: Sequence[int]) -> tuple[
     return device.degree * token, device.degree * state
 
 
-MOST_DIVISIONS = 512
-"""Divisions that are looked at: of larger clusters, devices go to a side in steps."""
-
-TRIED_ALIKE, TRIED_MIXED = 2, 6
-"""Divisions for which layers are placed, of equal devices and of different ones."""
-
-PREFILL_TOKENS, DECODING = 2048, 64
-"""Tokens of a prefill and requests of a decode step by which devices are compared."""
-
-
 @dataclass(frozen=True)
 class PhaseDivision:
     prefill: tuple[Device, ...]
     decode: tuple[Device, ...]
-
-
-def balanced_divisions(kind: ScheduleKind, costs: CostModel, job: Job) -> list[PhaseDivision]:
-    """The divisions to try, first the best balanced by what the kind goes by (ExeGPT section 4.1).
-
-    WAA-C goes by computing time: both sides should serve equally many requests per second. WAA-M
-    goes by memory: both should be filled alike. With equal devices that is a share of their number;
-    the printed floors leave a device over, so the two numbers nearest to the share are tried. Where
-    kinds differ, every number of each kind may prefill, so that devices rich in computing can go to
-    one side and those rich in bandwidth to the other.
-    """
-    found = list(divisions(equal_devices(costs.cluster)))
-    imbalance = _by_computing(costs, job) if kind == "waa-c" else _by_memory(costs, job)
-    kinds = {device.cost_kind for device in costs.cluster.devices}
-    tried = TRIED_ALIKE if len(kinds) == 1 else TRIED_MIXED
-    return sorted(found, key=imbalance)[:tried]
-
-
-def divisions(pools: Sequence[Sequence[Device]]) -> Iterator[PhaseDivision]:
-    """Yield the divisions with some of each pool on either side, none empty; any number where these
-    are few.
-    """
-    steps = 1
-    while math.prod(len(_counts(len(pool), steps)) for pool in pools) > MOST_DIVISIONS:
-        steps *= 2
-    for counts in itertools.product(*(_counts(len(pool), steps) for pool in pools)):
-        chosen = list(zip(pools, counts, strict=True))
-        prefill = tuple(device for pool, count in chosen for device in pool[:count])
-        decode = tuple(device for pool, count in chosen for device in pool[count:])
-        if prefill and decode:
-            yield PhaseDivision(prefill, decode)
-
-
-def _counts(most: int, step: int) -> list[int]:
-    return sorted({*range(0, most + 1, step), most})
-
-
-def _by_computing(costs: CostModel, job: Job) -> Callable[[PhaseDivision], float]:
-    rates = {device.name: _rates(costs, job, device) for device in costs.cluster.devices}
-
-    def imbalance(division: PhaseDivision) -> float:
-        prefill = sum(rates[device.name][0] for device in division.prefill)
-        decode = sum(rates[device.name][1] for device in division.decode)
-        return abs(math.log(prefill / decode))
-
-    return imbalance
-
-
-def _rates(costs: CostModel, job: Job, device: Device) -> tuple[float, float]:
-    """Requests per second that a device with all layers prefills, and decodes, at the fastest
-    bitwidth for each.
-    """
-    lengths, dtype, shared = job.lengths, costs.dtype(device), job.heads.shared_tokens
-    prompt, context = round(lengths.mean_prompt), round(lengths.mean_context)
-    at_once = max(1, int(PREFILL_TOKENS // job.computed_tokens))
-    prefill_s = step_s = 0.0
-    for kind, count in enumerate(costs.shape.kind_counts):
-        layer, bits = costs.latency.of_kind(kind), costs.options.bits
-        prefills = (layer.layer_prefill_s(device, b, at_once, prompt, dtype, shared) for b in bits)
-        steps = (layer.layer_decode_s(device, b, DECODING, context, dtype) for b in bits)
-        prefill_s += count * min(prefills)
-        step_s += count * min(steps)
-    each = max(lengths.mean_output - 1, 1e-3)
-    return at_once / prefill_s, DECODING / (step_s * each)
-
-
-def _by_memory(costs: CostModel, job: Job) -> Callable[[PhaseDivision], float]:
-    """How unlike the filled shares of both sides are, with as many requests as fill all devices.
-    Both have all layers: at the most bits with which two copies fill at most half of the memory,
-    else the fewest.
-    """
-    devices = costs.cluster.devices
-    first, offered = devices[0], _bytes(costs, devices)
-    weights = [_weights(costs, first, bits) for bits in costs.options.bits]
-    copy = max((each for each in weights if 4 * each <= offered), default=min(weights))
-    token, state = kept_bytes(costs, first, costs.shape.kind_of_layer)
-    prompts, whole = job.lengths.mean_prompt, job.lengths.mean_reserved
-    decoding = max(1.0, job.lengths.mean_output - 1)  # for each newcomer
-    begun, going_on = token * prompts + state, decoding * (token * whole + state)
-    newcomers = max(0.0, offered - 2 * copy) / (begun + going_on)
-
-    def imbalance(division: PhaseDivision) -> float:
-        prefill = (copy + newcomers * begun) / _bytes(costs, division.prefill)
-        decode = (copy + newcomers * going_on) / _bytes(costs, division.decode)
-        return abs(math.log(prefill / decode))
-
-    return imbalance
-
-
-def _bytes(costs: CostModel, devices: Sequence[Device]) -> float:
-    return float(sum(costs.limit_bytes(device) for device in devices))
-
-
-def _weights(costs: CostModel, device: Device, bits: int) -> float:
-    return model_weight_bytes(costs.shape, bits, device, costs.dtype(device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, floor
@@ -31,7 +31,7 @@ from planner.latency_bound.schedules import (
     rra_schedule,
     shortest_turns,
 )
-from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_rra
+from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_rra, unlimited
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind
 from planner.workload import Job, MicroBatches
@@ -122,8 +122,10 @@ class RraSpace(ScheduleSpace):
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         return rra_timeline(self.placement.times, self.request.lengths, schedule, quantile)
 
-    def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
-        watch = RequestWatch(SETTLING * schedule.decode_requests, count)
+    def observed(
+        self, schedule: RequestSchedule, count: int, check_time: Callable[[], None] = unlimited
+    ) -> ObservedRequests:
+        watch = RequestWatch(SETTLING * schedule.decode_requests, count, check_time)
         generator, n_slots = np.random.default_rng(0), self._reservable_tokens(schedule)
         times, lengths = self.placement.exact_times, self.request.lengths
         return simulate_rra(times, lengths, schedule, watch, generator, n_slots)

@@ -26,7 +26,7 @@ _MANY_NEWCOMERS = 8
 _UNEVEN, _MOST_MORE = 3, 2
 """Newcomers up to which their numbers change as their prompts are evened, and by how many at most;
 of more that are wanted, as many come in the mean."""
-_PROMPTS = 128
+_PROMPTS = 1024
 """Prompts that stand for all."""
 _SQUARINGS = 10
 """Of a chain's moves until nothing is left of where it began: 1024 turns."""

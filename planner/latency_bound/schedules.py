@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from planner.costs.model import CostModel
+from planner.latency_bound.placed_layers import LEAST_STEPS, WaaSides, mean_context
 from planner.latency_bound.timeline import (
     Performance,
     StageSeconds,
@@ -30,7 +31,6 @@ from planner.latency_bound.timeline import (
     mean_prefill_s,
     rounds_s,
 )
-from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides, mean_context
 from planner.lengths import (
     MOST_SAMPLED,
     FloatArray,

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from functools import cached_property
+from itertools import islice
 from math import ceil, sqrt
 
 import numpy as np
 
 from planner.costs.latency_model import near_length, unlike_prompts_s
+from planner.latency_bound.placed_layers import StageCopies, WaaSides
 from planner.latency_bound.timeline import PassTimes, StageSeconds, Tandem
-from planner.latency_bound.waa_sides import (
-    DecodeSide,
-    PrefillSide,
-    PromptBatch,
-    StageCopies,
-    WaaRun,
-    WaaSides,
-)
 from planner.lengths import (
     SUM_TOLERANCE,
     FloatArray,
@@ -28,6 +22,7 @@ from planner.lengths import (
     RequestLengths,
 )
 from planner.schedule.exegpt import DecodingRequests, RraSchedule
+from planner.schedule.exegpt_waa import DecodeSide, PrefillSide, PromptBatch, WaaRun
 from planner.schedule.passes import JobRows, TurnSizes
 from planner.schedule.turns import evened, free_tokens, that_fit
 from planner.scheduling import RequestSchedule
@@ -37,7 +32,7 @@ _EVEN = 1024
 goes by an answer's length, and of 4,000 that are drawn each for itself 29 to 52 are among the
 longest 1 %, so that long tails had it up to a quarter too long."""
 
-_STRATA, _ERROR_PARTS = 200, 5
+_STRATA, _ERROR_PARTS = 200, 10
 """Classes of answers by length that are equally frequent, and parts of what was seen by which its
 error is stated."""
 
@@ -95,38 +90,48 @@ class ObservedRequests:
 
     @property
     def mean_latency_s(self) -> float:
-        return float(self._weights(self.strata) @ self.latencies_s)
+        return float(self._weights @ self.latencies_s)
 
     def latency_s(self, quantile: float) -> float:
         """The least latency that at least this share of requests does not exceed."""
-        return self._latency_s(quantile, slice(None))
+        order = np.argsort(self.latencies_s)
+        reached = np.cumsum(self._weights[order])
+        place = int(np.searchsorted(reached, quantile - SUM_TOLERANCE))
+        return float(self.latencies_s[order[min(place, len(order) - 1)]])
 
     def latency_error_s(self, quantile: float) -> float:
-        """Two standard errors of it, by parts that ended one after the other."""
-        ends = np.linspace(0, len(self.latencies_s), _ERROR_PARTS + 1).astype(np.int64).tolist()
-        parts_s = [self._latency_s(quantile, slice(*each)) for each in pairwise(ends)]
-        return 2 * float(np.std(parts_s, ddof=1)) / sqrt(_ERROR_PARTS)
+        """Two standard errors of it: by how many requests more exceed it than others with answers
+        as long, in parts that ended one after the other.
+        """
+        exceed = self.latencies_s > self.latency_s(quantile)
+        of_stratum = np.bincount(self.strata, exceed) / np.maximum(np.bincount(self.strata), 1)
+        surplus = self._weights * (exceed - of_stratum[self.strata])
+        parts = [float(each.sum()) for each in np.array_split(surplus, _ERROR_PARTS)]
+        share = 2 * sqrt(_ERROR_PARTS) * float(np.std(parts, ddof=1))
+        return (self.latency_s(quantile + share) - self.latency_s(quantile - share)) / 2
 
-    def _latency_s(self, quantile: float, part: slice) -> float:
-        latencies_s, weights = self.latencies_s[part], self._weights(self.strata[part])
-        order = np.argsort(latencies_s)
-        place = np.searchsorted(np.cumsum(weights[order]), quantile - SUM_TOLERANCE)
-        return float(latencies_s[order[min(int(place), len(order) - 1)]])
-
-    def _weights(self, strata: IntArray) -> FloatArray:
+    @cached_property
+    def _weights(self) -> FloatArray:
         """What each request counts, in all 1."""
-        seen = np.bincount(strata, minlength=len(self.frequent))
-        weights = (self.frequent / np.maximum(seen, 1))[strata]
+        seen = np.bincount(self.strata, minlength=len(self.frequent))
+        weights = (self.frequent / np.maximum(seen, 1))[self.strata]
         return np.asarray(weights / weights.sum())
+
+
+def unlimited() -> None:
+    """Time is never up."""
 
 
 class RequestWatch:
     """Notes requests after `warm_up` others, until at least `counted` began and ended. Their time
-    is bounded by turns of the same group, as others come at other moments of a cycle.
+    is bounded by turns of the same group, as others come at other moments of a cycle. Simulations
+    call `check_time` before each pass, which raises what ends them early.
     """
 
-    def __init__(self, warm_up: int, counted: int) -> None:
-        self._warm_up, self._counted = warm_up, counted
+    def __init__(
+        self, warm_up: int, counted: int, check_time: Callable[[], None] = unlimited
+    ) -> None:
+        self._warm_up, self._counted, self.check_time = warm_up, counted, check_time
         self._begun = self._noted = self._pending = 0
         self._from_s: float | None = None
         self._to_s: float | None = None
@@ -250,6 +255,7 @@ def simulate_rra(
         ended = len(run.ended)
         if watch.done:
             break
+        watch.check_time()
         if each.phase == "decode":
             tokens = each.requests * each.context_length
             backs_s.append(pipeline.decode(each.requests, tokens, at_s))
@@ -283,6 +289,7 @@ def simulate_waa(
     decode = _DrawnDecodes(sides.decode, handover.restore, prefill.going, schedule, watch, slots)
     run = WaaRun(schedule, prefill, decode, handover.sent_s)
     while not watch.done:
+        watch.check_time()
         run.advance()
     return watch.observed(sides.lengths.outputs)
 

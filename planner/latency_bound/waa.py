@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
 import numpy as np
 
+from planner.cluster.device import Device
+from planner.cluster.groups import equal_devices
 from planner.costs.model import CostModel
+from planner.costs.stored_bytes import model_weight_bytes
 from planner.latency_bound.alternation import (
     BEYOND,
     MOST_GROUPS,
@@ -22,10 +27,12 @@ from planner.latency_bound.alternation import (
 )
 from planner.latency_bound.branch_and_bound import ControlPoint
 from planner.latency_bound.placed_layers import (
+    LEAST_STEPS,
     PhaseDivision,
     PlacedLayers,
-    balanced_divisions,
+    WaaSides,
     handover_of,
+    kept_bytes,
     most_requests,
 )
 from planner.latency_bound.schedules import (
@@ -39,9 +46,8 @@ from planner.latency_bound.schedules import (
     shortest_round,
     waa_schedule,
 )
-from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa
+from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa, unlimited
 from planner.latency_bound.timeline import Performance, Timeline
-from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
 from planner.schedule.job_passes import SteadyCycle
 from planner.schedule.turns import SHORT_PROMPTS, WAITING
@@ -167,8 +173,10 @@ class WaaSpace(ScheduleSpace):
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         return waa_timeline(self.sides, schedule, quantile)
 
-    def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
-        watch = RequestWatch(SETTLING * schedule.decode_requests, count)
+    def observed(
+        self, schedule: RequestSchedule, count: int, check_time: Callable[[], None] = unlimited
+    ) -> ObservedRequests:
+        watch = RequestWatch(SETTLING * schedule.decode_requests, count, check_time)
         generator, n_slots = np.random.default_rng(0), self._reservable_tokens(schedule)
         return simulate_waa(self.sides, schedule, watch, generator, n_slots)
 
@@ -249,3 +257,108 @@ class WaaSpace(ScheduleSpace):
         together_s = round_s(self.sides.restore_and_decode, groups, decoding / groups, context)
         prefilled = prefill_rate(self.sides.prefill_and_keep, prompts, size)
         return prefilled, decoding / max(steps, LEAST_STEPS) / together_s
+
+
+MOST_DIVISIONS = 512
+"""Divisions that are looked at: of larger clusters, devices go to a side in steps."""
+
+TRIED_ALIKE, TRIED_MIXED = 2, 6
+"""Divisions for which layers are placed, of equal devices and of different ones."""
+
+PREFILL_TOKENS, DECODING = 2048, 64
+"""Tokens of a prefill and requests of a decode step by which devices are compared."""
+
+
+def balanced_divisions(kind: ScheduleKind, costs: CostModel, job: Job) -> list[PhaseDivision]:
+    """The divisions to try, first the best balanced by what the kind goes by (ExeGPT section 4.1).
+
+    WAA-C goes by computing time: both sides should serve equally many requests per second. WAA-M
+    goes by memory: both should be filled alike. With equal devices that is a share of their number;
+    the printed floors leave a device over, so the two numbers nearest to the share are tried. Where
+    kinds differ, every number of each kind may prefill, so that devices rich in computing can go to
+    one side and those rich in bandwidth to the other.
+    """
+    found = list(divisions(equal_devices(costs.cluster)))
+    imbalance = _by_computing(costs, job) if kind == "waa-c" else _by_memory(costs, job)
+    kinds = {device.cost_kind for device in costs.cluster.devices}
+    tried = TRIED_ALIKE if len(kinds) == 1 else TRIED_MIXED
+    return sorted(found, key=imbalance)[:tried]
+
+
+def divisions(pools: Sequence[Sequence[Device]]) -> Iterator[PhaseDivision]:
+    """Yield the divisions with some of each pool on either side, none empty; any number where these
+    are few.
+    """
+    steps = 1
+    while math.prod(len(_counts(len(pool), steps)) for pool in pools) > MOST_DIVISIONS:
+        steps *= 2
+    for counts in itertools.product(*(_counts(len(pool), steps) for pool in pools)):
+        chosen = list(zip(pools, counts, strict=True))
+        prefill = tuple(device for pool, count in chosen for device in pool[:count])
+        decode = tuple(device for pool, count in chosen for device in pool[count:])
+        if prefill and decode:
+            yield PhaseDivision(prefill, decode)
+
+
+def _counts(most: int, step: int) -> list[int]:
+    return sorted({*range(0, most + 1, step), most})
+
+
+def _by_computing(costs: CostModel, job: Job) -> Callable[[PhaseDivision], float]:
+    rates = {device.name: _served_by(costs, job, device) for device in costs.cluster.devices}
+
+    def imbalance(division: PhaseDivision) -> float:
+        prefill = sum(rates[device.name][0] for device in division.prefill)
+        decode = sum(rates[device.name][1] for device in division.decode)
+        return abs(math.log(prefill / decode))
+
+    return imbalance
+
+
+def _served_by(costs: CostModel, job: Job, device: Device) -> tuple[float, float]:
+    """Requests per second that a device with all layers prefills, and decodes, at the fastest
+    bitwidth for each.
+    """
+    lengths, dtype, shared = job.lengths, costs.dtype(device), job.heads.shared_tokens
+    prompt, context = round(lengths.mean_prompt), round(lengths.mean_context)
+    at_once = max(1, int(PREFILL_TOKENS // job.computed_tokens))
+    prefill_s = step_s = 0.0
+    for kind, count in enumerate(costs.shape.kind_counts):
+        layer, bits = costs.latency.of_kind(kind), costs.options.bits
+        prefills = (layer.layer_prefill_s(device, b, at_once, prompt, dtype, shared) for b in bits)
+        steps = (layer.layer_decode_s(device, b, DECODING, context, dtype) for b in bits)
+        prefill_s += count * min(prefills)
+        step_s += count * min(steps)
+    each = max(lengths.mean_output - 1, 1e-3)
+    return at_once / prefill_s, DECODING / (step_s * each)
+
+
+def _by_memory(costs: CostModel, job: Job) -> Callable[[PhaseDivision], float]:
+    """How unlike the filled shares of both sides are, with as many requests as fill all devices.
+    Both have all layers: at the most bits with which two copies fill at most half of the memory,
+    else the fewest.
+    """
+    devices = costs.cluster.devices
+    first, offered = devices[0], _bytes(costs, devices)
+    weights = [_weights(costs, first, bits) for bits in costs.options.bits]
+    copy = max((each for each in weights if 4 * each <= offered), default=min(weights))
+    token, state = kept_bytes(costs, first, costs.shape.kind_of_layer)
+    prompts, whole = job.lengths.mean_prompt, job.lengths.mean_reserved
+    decoding = max(1.0, job.lengths.mean_output - 1)  # for each newcomer
+    begun, going_on = token * prompts + state, decoding * (token * whole + state)
+    newcomers = max(0.0, offered - 2 * copy) / (begun + going_on)
+
+    def imbalance(division: PhaseDivision) -> float:
+        prefill = (copy + newcomers * begun) / _bytes(costs, division.prefill)
+        decode = (copy + newcomers * going_on) / _bytes(costs, division.decode)
+        return abs(math.log(prefill / decode))
+
+    return imbalance
+
+
+def _bytes(costs: CostModel, devices: Sequence[Device]) -> float:
+    return float(sum(costs.limit_bytes(device) for device in devices))
+
+
+def _weights(costs: CostModel, device: Device, bits: int) -> float:
+    return model_weight_bytes(costs.shape, bits, device, costs.dtype(device))

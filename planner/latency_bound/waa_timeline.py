@@ -16,6 +16,7 @@ from itertools import cycle
 
 import numpy as np
 
+from planner.latency_bound.placed_layers import LEAST_STEPS, WaaSides, going_on, mean_context
 from planner.latency_bound.timeline import (
     PassTimes,
     Performance,
@@ -27,21 +28,8 @@ from planner.latency_bound.timeline import (
     mixed_quantile,
     poisson_numbers,
 )
-from planner.latency_bound.waa_sides import (
-    LEAST_STEPS,
-    SETTLING,
-    BusyPrefills,
-    DecodeSide,
-    PartTimes,
-    PrefillSide,
-    PromptBatch,
-    WaaRun,
-    WaaSides,
-    going_on,
-    mean_context,
-    mean_steps,
-)
 from planner.lengths import FloatArray, LengthDistribution
+from planner.schedule.exegpt_waa import DecodeSide, PrefillSide, PromptBatch, WaaRun
 from planner.schedule.turns import SHORT_PROMPTS, WAITING, evened
 from planner.scheduling import RequestSchedule
 
@@ -70,6 +58,53 @@ class DecodeSteps:
         """Seconds in which so many groups make such a step each."""
         step = self.step(max(1.0, size), joining)
         return max(groups * step.busiest_s, step.alone_s)
+
+
+def mean_steps(outputs: LengthDistribution) -> float:
+    """Mean decode steps of a request, of those that make any; 1 where none does."""
+    going = going_on(outputs)
+    return (outputs.mean - 1) / going if going else 1.0
+
+
+_CLASSES = 16
+"""Classes of micro-batches by how long they are under way."""
+
+SETTLING = 0.25
+"""Share of the passes that are run before any are counted."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartTimes:
+    """Seconds of micro-batches until they are back, in classes [n], and the shares of requests in
+    these [n].
+    """
+
+    seconds: FloatArray
+    shares: FloatArray
+
+    @classmethod
+    def of(cls, parts: Sequence[PromptBatch]) -> PartTimes:
+        """The times of some, once stages are full."""
+        kept = parts[int(SETTLING * len(parts)) :]
+        seconds = np.array([part.back_s - part.began_s for part in kept])
+        sizes = np.array([float(len(part.tokens)) for part in kept])
+        classes = np.array_split(np.argsort(seconds), min(len(kept), _CLASSES))
+        means = [np.average(seconds[each], weights=sizes[each]) for each in classes]
+        shares = np.array([sizes[each].sum() for each in classes])
+        return cls(np.array(means), shares / shares.sum())
+
+    @property
+    def mean_s(self) -> float:
+        return float(self.shares @ self.seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class BusyPrefills:
+    """Stages on which prompts always wait: requests a second, variance over mean, micro-batches."""
+
+    requests_per_s: float
+    dispersion: float
+    parts: PartTimes
 
 
 _PROMPTS, _PARTS = 1024, 64
@@ -115,10 +150,12 @@ class PromptPasses(PrefillSide):
 
 
 def busy_prefills(sides: WaaSides, schedule: RequestSchedule) -> BusyPrefills:
-    """What stages that prefill do where as many prompts wait as may, all the time."""
-    key = schedule.prefill_requests, schedule.prefill_micro_batch
-    if key in sides.known_busy:
-        return sides.known_busy[key]
+    """What stages that prefill do where as many prompts wait as may, whatever decodes."""
+    return _busy_prefills(sides, replace(schedule, decode_requests=1, decode_micro_batches=1))
+
+
+@lru_cache(maxsize=256)
+def _busy_prefills(sides: WaaSides, schedule: RequestSchedule) -> BusyPrefills:
     times = sides.prefill_and_keep
     passes = PromptPasses(times, sides.lengths.prompts, schedule)
     share, now_s, begun = schedule.prefill_requests, 0.0, 0
@@ -134,8 +171,7 @@ def busy_prefills(sides: WaaSides, schedule: RequestSchedule) -> BusyPrefills:
     rate = float(sizes[1:].sum() / (back_s[-1] - back_s[0]))
     apart_s = np.diff(back_s)
     dispersion = float(sizes.mean() * np.var(apart_s) / np.mean(apart_s) ** 2)
-    found = sides.known_busy[key] = BusyPrefills(rate, dispersion, PartTimes.of(parts))
-    return found
+    return BusyPrefills(rate, dispersion, PartTimes.of(parts))
 
 
 _STEPS, _MOST_STEPS, _PROMPT_BATCHES = 128, 1024, 64

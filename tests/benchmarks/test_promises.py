@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.reproduction.latency_bounds.promises import seen_by_runtime
+from benchmarks.reproduction.latency_bounds.runtime import seen_by_runtime
 from planner.latency_bound.alternation import ScheduleSpace
 from planner.latency_bound.bounded_plan import bounded_plan
 from planner.latency_bound.judged import Scheduled

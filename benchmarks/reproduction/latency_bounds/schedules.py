@@ -25,6 +25,7 @@ from benchmarks.reproduction.latency_bounds.setting import (
 from planner.costs.communication import HostCopies, cache_tensors
 from planner.costs.stored_bytes import kv_token_bytes, layer_weight_bytes
 from planner.latency_bound.branch_and_bound import ControlPoint
+from planner.latency_bound.placed_layers import Handover, StageCopies, WaaSides
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.schedules import (
     Completions,
@@ -39,7 +40,6 @@ from planner.latency_bound.simulate import (
     simulate_waa,
 )
 from planner.latency_bound.timeline import Performance, Timeline
-from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
 from planner.lengths import RequestLengths
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind

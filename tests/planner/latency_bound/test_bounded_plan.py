@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,7 @@ from planner.latency_bound.bounded_search import BoundedSearch
 from planner.latency_bound.judged import Scheduled
 from planner.latency_bound.rra import RraPlanner, RraSpace
 from planner.latency_bound.schedules import CPU_MARGIN, BoundRequest, job_of, margin_of
+from planner.latency_bound.simulate import PipelineOfRequests
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.options import QUALITIES, PlanOptions, Quality
 from planner.plan.builder import CPU_GUESS
@@ -163,6 +164,47 @@ def test_a_search_without_time_has_a_plan_that_keeps_the_bound(
         searched.append(len(placed))
     assert searched[0] < searched[1] / 2
     assert found[0] <= 1.02 * found[1]
+
+
+@dataclass
+class Work:
+    """A clock that goes on by what is done: a pass, a timeline, a placement."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def taking(self, method: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        def timed(*given: Any, **named: Any) -> Any:
+            self.now_s += seconds
+            return method(*given, **named)
+
+        return timed
+
+
+@pytest.mark.parametrize("limit_s", [2.0, 3.0])
+def test_a_search_ends_within_its_time_limit_whatever_it_had_begun(
+    limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of work, with the plans of other qualities; it would go on for far longer."""
+    work = Work()
+    for owner, name, seconds in (
+        (PipelineOfRequests, "decode", 0.001),
+        (PipelineOfRequests, "prefill", 0.001),
+        (RraSpace, "timeline", 0.005),
+        (RraPlanner, "placed", 0.1),
+    ):
+        monkeypatch.setattr(owner, name, work.taking(getattr(owner, name), seconds))
+    request = BoundRequest(LENGTHS, 0.03, QUANTILE, kinds=("rra",), prompts=MANY)
+    took_s = []
+    for limit in (limit_s, 1000.0):
+        options, began_s = replace(OPTIONS, theta=None, search_time_limit=limit), work.now_s
+        plan = find_bounded_plan(ONE, THREE_LAYERS, "three", request, options, work)
+        took_s.append(work.now_s - began_s)
+        assert plan.latency is not None
+        assert plan.latency.latency_s <= 0.03
+    assert took_s[0] <= limit_s < took_s[1] / 2
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ class Formula:
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         return Timeline(self.exact((schedule.decode_requests,), quantile), 1.0, np.ones(2))
 
-    def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
+    def observed(
+        self, schedule: RequestSchedule, count: int, check_time: Callable[[], None]
+    ) -> ObservedRequests:
         self.simulated.append(schedule.decode_requests)
         rate, latency_s = self.seen(schedule.decode_requests)
         strata, frequent = np.zeros(count, dtype=np.int64), np.ones(1)

@@ -12,12 +12,11 @@ import pytest
 from planner.latency_bound.alternation import ScheduleSpace
 from planner.latency_bound.bounded_plan import find_bounded_plan
 from planner.latency_bound.branch_and_bound import ControlPoint
-from planner.latency_bound.placed_layers import PlacedLayers, handover_of
+from planner.latency_bound.placed_layers import PlacedLayers, WaaSides, handover_of
 from planner.latency_bound.reschedule import RunningSizes, reschedule
 from planner.latency_bound.schedules import BOUND, BoundRequest, most_in_group
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa
 from planner.latency_bound.timeline import Performance
-from planner.latency_bound.waa_sides import WaaSides
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions

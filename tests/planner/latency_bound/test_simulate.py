@@ -11,6 +11,7 @@ import pytest
 
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt import RraScheduler
+from planner.latency_bound.placed_layers import Handover, StageCopies, WaaSides
 from planner.latency_bound.simulate import (
     ObservedRequests,
     PipelineOfRequests,
@@ -19,7 +20,6 @@ from planner.latency_bound.simulate import (
     simulate_rra,
     simulate_waa,
 )
-from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.schedule.passes import TurnSizes
 from planner.scheduling import RequestSchedule

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.reproduction.latency_bounds.timelines import of_rra, of_waa, random_waa
+from planner.latency_bound.placed_layers import Handover, StageCopies, WaaSides
 from planner.latency_bound.rra_timeline import rra_timeline
-from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.latency_bound.waa_timeline import busy_prefills, waa_timeline
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule

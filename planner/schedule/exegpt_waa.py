@@ -1,5 +1,5 @@
-"""The two sides of WAA in their steady state, stages that prefill and stages that decode, and the
-way of keys and values between them (ExeGPT section 3).
+"""What a schedule `waa-c` or `waa-m` decides from event to event: which prompts begin, and which
+requests join a group that decodes (ExeGPT section 3).
 """
 
 from __future__ import annotations
@@ -7,22 +7,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
 from itertools import compress
 from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
-from planner.costs.communication import HostCopies
-from planner.latency_bound.timeline import (
-    ManyTimes,
-    StageSeconds,
-    decodes_s,
-    mean_prefill_s,
-)
-from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.schedule.turns import WAITING, PrefillSizes, joining, newcomers
 from planner.scheduling import RequestSchedule
 
@@ -204,159 +192,3 @@ class WaaRun(Generic[Group]):
             sent_s = self._sent_s(len(gone), sum(gone))
             self._moved_s = max(self._moved_s, batch.back_s) + sent_s
             self._moving.append((self._moved_s, going))
-
-
-LEAST_STEPS = 1e-9
-"""Decode steps of a request that are counted where all answers have one token."""
-
-
-@dataclass(frozen=True, eq=False)
-class StageCopies:
-    """Seconds in which each stage copies keys and values to or from its host [N], a request and a
-    token.
-    """
-
-    request_s: FloatArray
-    token_s: FloatArray
-
-    @classmethod
-    def of(cls, copies: Sequence[HostCopies]) -> StageCopies:
-        request_s = np.array([each.one_way_s(0) for each in copies])
-        return cls(request_s, np.array([each.one_way_s(1) for each in copies]) - request_s)
-
-    def seconds(self, requests: float, tokens: float) -> FloatArray:
-        """Seconds of so many requests with so many tokens together [N]."""
-        return requests * self.request_s + tokens * self.token_s
-
-
-@dataclass(frozen=True, eq=False)
-class Handover:
-    """Stages that prefill copy keys and values to their hosts (`keep`), those that decode from
-    theirs (`restore`), between their kernels. From host to host each message takes `message_s`,
-    `token_s` a token, and `request_s` a request, of its constant states.
-    """
-
-    keep: StageCopies
-    restore: StageCopies
-    message_s: float
-    token_s: float
-    request_s: float = 0.0
-
-    def sent_s(self, requests: float, tokens: float) -> float:
-        """Seconds of a message with so many prompts, of so many tokens together."""
-        return self.message_s + self.request_s * requests + self.token_s * tokens
-
-
-def going_on(outputs: LengthDistribution) -> float:
-    """The share of requests that make decode steps at all."""
-    return 1 - outputs.probabilities[0] if outputs.lengths[0] == 1 else 1.0
-
-
-class _CopyingTimes(ManyTimes):
-    """The `times` of stages that copy so much of a prompt, and `step_s` [N] a request of a step."""
-
-    def __init__(self, times: StageSeconds, prompts: StageCopies, step_s: FloatArray) -> None:
-        self._times, self._prompts, self._step_s = times, prompts, step_s
-        self.stages, self.attention_s = times.stages, times.attention_s
-        self.prefill_hop_s, self.decode_hop_s = times.prefill_hop_s, times.decode_hop_s
-
-    def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        copied_s = self._prompts.seconds(requests, requests * prompt_tokens)
-        return self._times.prefill_s(requests, prompt_tokens) + copied_s
-
-    def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
-        return self._times.decode_s(requests, context_tokens) + requests * self._step_s
-
-    def mean_prefill_s(self, requests: float, prompts: LengthDistribution) -> FloatArray:
-        copied_s = self._prompts.seconds(requests, requests * prompts.mean)
-        return mean_prefill_s(self._times, requests, prompts) + copied_s
-
-    def decodes_s(
-        self, requests: FloatArray, context_tokens: FloatArray
-    ) -> tuple[FloatArray, FloatArray]:
-        compute_s, hop_s = decodes_s(self._times, requests, context_tokens)
-        return compute_s + requests[:, None] * self._step_s, hop_s
-
-
-@lru_cache(maxsize=256)
-def mean_context(lengths: RequestLengths) -> float:
-    """Mean tokens before the new one, over the requests that decode at a time."""
-    outputs = lengths.outputs
-    return lengths.prompts.mean + (outputs.variance + outputs.mean**2) / outputs.mean / 2
-
-
-def mean_steps(outputs: LengthDistribution) -> float:
-    """Mean decode steps of a request, of those that make any; 1 where none does."""
-    going = going_on(outputs)
-    return (outputs.mean - 1) / going if going else 1.0
-
-
-_CLASSES = 16
-"""Classes of micro-batches by how long they are under way."""
-
-SETTLING = 0.25
-"""Share of the passes that are run before any are counted."""
-
-
-@dataclass(frozen=True, eq=False)
-class PartTimes:
-    """Seconds of micro-batches until they are back, in classes [n], and the shares of requests in
-    these [n].
-    """
-
-    seconds: FloatArray
-    shares: FloatArray
-
-    @classmethod
-    def of(cls, parts: Sequence[PromptBatch]) -> PartTimes:
-        """The times of some, once stages are full."""
-        kept = parts[int(SETTLING * len(parts)) :]
-        seconds = np.array([part.back_s - part.began_s for part in kept])
-        sizes = np.array([float(len(part.tokens)) for part in kept])
-        classes = np.array_split(np.argsort(seconds), min(len(kept), _CLASSES))
-        means = [np.average(seconds[each], weights=sizes[each]) for each in classes]
-        shares = np.array([sizes[each].sum() for each in classes])
-        return cls(np.array(means), shares / shares.sum())
-
-    @property
-    def mean_s(self) -> float:
-        return float(self.shares @ self.seconds)
-
-
-@dataclass(frozen=True, eq=False)
-class BusyPrefills:
-    """Stages on which prompts always wait: requests a second, variance over mean, micro-batches."""
-
-    requests_per_s: float
-    dispersion: float
-    parts: PartTimes
-
-
-@dataclass(frozen=True, eq=False)
-class WaaSides:
-    """Times of both sides without the copies of `handover`. What is known of busy stages is kept
-    for any schedule, by its newcomers and prefill micro-batch.
-    """
-
-    prefill: StageSeconds
-    decode: StageSeconds
-    handover: Handover
-    lengths: RequestLengths
-    known_busy: dict[tuple[int, int], BusyPrefills] = field(default_factory=dict)
-
-    @cached_property
-    def prefill_and_keep(self) -> StageSeconds:
-        """The times of stages that prefill, and keep what others decode with."""
-        none = np.zeros(self.prefill.stages)
-        goes_on = self.lengths.outputs.longest > 1  # which answers will end at once is not known
-        kept = self.handover.keep if goes_on else StageCopies(none, none)
-        return _CopyingTimes(self.prefill, kept, none)
-
-    @cached_property
-    def restore_and_decode(self) -> StageSeconds:
-        """The times of stages that decode, in each of whose steps as many requests begin as end."""
-        outputs, none = self.lengths.outputs, np.zeros(self.decode.stages)
-        steps = max(outputs.mean - 1, LEAST_STEPS)
-        restored_s = self.handover.restore.seconds(1.0, self.lengths.prompts.mean)
-        step_s = going_on(outputs) / steps * restored_s
-        return _CopyingTimes(self.decode, StageCopies(none, none), step_s)
