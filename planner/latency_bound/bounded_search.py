@@ -283,6 +283,8 @@ class BoundedSearch:
                 break
             best = each.best(theta, bound_s, search_time.part(1 / left))
             kept += [] if best is None else [best]
+        if not kept and usable_bits is None:
+            kept += self._seen(bound_s)  # of searches with fewer bitwidths, once time is up
         if not kept:
             raise _NoScheduleError(f"no schedule within {bound_s:g} s")
         return min(kept, key=lambda each: each.cost_s(theta))

@@ -29,6 +29,7 @@ DEGREE_CASES = (
     ("paper_03", "opt-30b", "S", 20.0),
     ("paper_05", "opt-30b", "S", 12.0),
     ("paper_06", "opt-30b", "S", 12.0),
+    ("paper_07", "opt-30b", "S", 12.0),
     ("paper_07", "opt-66b", "S", 12.0),
     ("paper_08", "opt-66b", "S", 12.0),
     ("paper_09", "opt-30b", "S", 12.0),

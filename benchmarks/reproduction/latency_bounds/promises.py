@@ -113,9 +113,9 @@ MODELS = "opt-1.3b", "opt-6.7b", "opt-13b"
 PLACING_S = 2.0
 
 
-def random_rows(cases: int, requests: int) -> Iterator[str]:
+def random_rows(cases: range, requests: int) -> Iterator[str]:
     """Yield a row for each random plan."""
-    for number in range(cases):
+    for number in cases:
         rng = np.random.default_rng(number)
         kind, newcomers = SCHEDULE_KINDS[number % 3], 1 + number // 3 % NEWCOMERS
         found = None
@@ -193,8 +193,9 @@ def controls(s: RequestSchedule) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=int, default=36)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first of them")
     parser.add_argument("--named", action="store_true")
-    parser.add_argument("--requests", type=int, default=600, help="that count, of each")
+    parser.add_argument("--requests", type=int, default=200, help="that count, of each")
     parser.add_argument("--search_time_limit", type=float, default=20.0)
 
 
@@ -210,5 +211,6 @@ def run(options: argparse.Namespace) -> None:
     if options.named:
         for line in named_rows(options.requests, options.search_time_limit):
             print(line, flush=True)
-    for line in random_rows(options.cases, options.requests):
+    cases = range(options.first, options.first + options.cases)
+    for line in random_rows(cases, options.requests):
         print(line, flush=True)

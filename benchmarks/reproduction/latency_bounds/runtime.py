@@ -28,7 +28,7 @@ from planner.latency_bound.simulate import DrawnRequest, PipelineOfRequests, dra
 from planner.latency_bound.waa import WaaSpace
 from planner.plan.spec import PlanSpec
 
-SETTLING, TAIL = 3, 3
+SETTLING, TAIL = 3, 1
 """Times the requests in flight that begin before those that count, and after them."""
 AHEAD = 256
 """Requests that a scheduler is given when it wants more."""
@@ -153,8 +153,11 @@ def run_divided(plan: PlanSpec, scheduled: Scheduled, drawn: Sequence[DrawnReque
             return run
         first.now_s = then.now_s = now_s
         if side == 0:
-            finished = decode.take_back()[2]
-            ledger.decoded([Progress(f.custom_id, (0,), f.finish_reason) for f in finished])
+            batch, _, finished = decode.take_back()
+            reasons = dict.fromkeys(each.custom_id for each in batch.admitted)
+            reasons |= {each.custom_id: each.finish_reason for each in finished}
+            # those that joined have left the hosts' memory
+            ledger.decoded([Progress(name, (0,), reason) for name, reason in reasons.items()])
             run.end(finished, now_s)
         elif side == 1:
             _, _, names, numbers = heapq.heappop(moving)
