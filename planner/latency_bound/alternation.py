@@ -27,8 +27,8 @@ from planner.latency_bound.branch_and_bound import (
 )
 from planner.latency_bound.placed_layers import PhaseDivision, PlacedLayers
 from planner.latency_bound.schedules import BoundRequest
-from planner.latency_bound.simulate import ObservedRequests, unlimited
-from planner.latency_bound.timeline import Performance, Timeline
+from planner.latency_bound.simulate import ObservedRequests
+from planner.latency_bound.timeline import Performance, Timeline, unlimited
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.search.candidate_search import SearchTime, search
 from planner.workload import Job

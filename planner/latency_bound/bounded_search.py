@@ -1,8 +1,6 @@
 """The search over kinds of schedules within a bound on latency, and at the quality that is wanted.
 
-Each kind is searched by estimates, then by timelines on the best placements. The estimates'
-latencies are off by some factor, which is measured where the search ends; then it goes on with the
-bound that much wider or tighter. `planner.latency_bound.judged` judges by events what is found.
+`planner.latency_bound.judged` searches each kind, and judges by events what is found.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from functools import cached_property
 
 from planner.costs.model import CostModel
 from planner.costs.stored_bytes import model_weight_bytes
-from planner.latency_bound.alternation import Alternation, KindPlanner, PlacedPoint
-from planner.latency_bound.judged import Judge, Scheduled, TimeIsUpError
+from planner.latency_bound.alternation import KindPlanner
+from planner.latency_bound.judged import KindSearch, Scheduled, TimeIsUpError
 from planner.latency_bound.rra import RraPlanner
 from planner.latency_bound.schedules import BOUND, BoundRequest
 from planner.latency_bound.waa import WaaPlanner
@@ -41,91 +39,8 @@ from planner.search.remedies import rounded_up
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 from quant.common.units import GIB
 
-MOST_CALIBRATIONS, CALIBRATED = 3, 0.02
-"""How often the factor is measured at most, and the share by which it may still change."""
-
-TIGHTER = (0.6,)
-"""Shares of the latency that was found for which schedules are looked for too, as placements for
-these may be the best ones: what is found for a bound is not to be worse than for a tighter one."""
-
-
 PART = 0.6
 """Share of the time that the first search has of those that a quality needs."""
-
-
-class KindSearch:
-    """Searches the schedules of one kind, at one theta and bound after another."""
-
-    def __init__(
-        self, planner: KindPlanner, search_time: SearchTime, check_time: Callable[[], None]
-    ) -> None:
-        self._alternation = Alternation(planner, search_time, check_time)
-        self._judge = Judge(lambda: self._search_time.is_over, check_time)
-        self.kept, self.has = self._judge.kept, self._judge.has
-        self._factor = 1.0
-
-    @property
-    def _search_time(self) -> SearchTime:
-        return self._alternation.search_time
-
-    @property
-    def evaluations(self) -> int:
-        return self._alternation.evaluations + self._judge.evaluations
-
-    @property
-    def least(self) -> Scheduled | None:
-        least = self._alternation.least
-        if least is None:
-            return None
-        try:
-            return self._judge.seen(least.placed, least.point, math.inf)
-        except TimeIsUpError:
-            return min(self.kept(math.inf), key=lambda each: each.latency_s, default=None)
-
-    def best(self, theta: float, bound_s: float, search_time: SearchTime) -> Scheduled | None:
-        """The best schedule found within the bound at this theta; None where none keeps it."""
-        self._alternation.search_time = search_time
-        with suppress(TimeIsUpError):
-            found = self._calibrated(theta, bound_s)
-            if found is not None:
-                self._look_on(self._finalists(found, theta, bound_s), theta, bound_s)
-            if not self.has(bound_s):
-                _ = self.least  # may keep it
-        return self._best_seen(theta, bound_s)
-
-    def _best_seen(self, theta: float, bound_s: float) -> Scheduled | None:
-        return min(self.kept(bound_s), key=lambda each: each.cost_s(theta), default=None)
-
-    def _finalists(self, found: PlacedPoint, theta: float, bound_s: float) -> Iterator[PlacedPoint]:
-        for share in TIGHTER:
-            if not self._search_time.is_over:
-                self._alternation.best(theta, share * found.performance.latency_s)
-        return self._alternation.finalists(found, theta, bound_s * self._factor)
-
-    def _look_on(self, finalists: Iterator[PlacedPoint], theta: float, bound_s: float) -> None:
-        best: Scheduled | None = None
-        for each in finalists:
-            placed = each.placed
-            more_than = 0.0 if best is None else placed.rate_for(best.cost_s(theta), theta)
-            if not math.isinf(more_than):
-                boxes = placed.around(each.point), placed.ranges
-                self._judge.look(placed, boxes, bound_s, more_than)
-            best = self._best_seen(theta, bound_s)
-            if best is not None and self._search_time.is_over:
-                return
-
-    def _calibrated(self, theta: float, bound_s: float) -> PlacedPoint | None:
-        found = self._alternation.best(theta, bound_s * self._factor)
-        for _ in range(MOST_CALIBRATIONS):
-            if found is None or math.isinf(bound_s) or self._search_time.is_over:
-                break
-            exact = self._judge.exact(found.placed, found.point)
-            factor = found.performance.latency_s / exact.latency_s
-            if abs(factor / self._factor - 1) < CALIBRATED:
-                break
-            self._factor = factor
-            found = self._alternation.best(theta, bound_s * factor) or found
-        return found
 
 
 def bound_not_met(request: BoundRequest, least_s: float, kind: str) -> BoundNotMetError:

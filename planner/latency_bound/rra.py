@@ -31,8 +31,8 @@ from planner.latency_bound.schedules import (
     rra_schedule,
     shortest_turns,
 )
-from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_rra, unlimited
-from planner.latency_bound.timeline import Performance, Timeline
+from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_rra
+from planner.latency_bound.timeline import Performance, Timeline, unlimited
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind
 from planner.workload import Job, MicroBatches
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from planner.costs.latency_model import near_length, unlike_prompts_s
 from planner.latency_bound.placed_layers import StageCopies, WaaSides
-from planner.latency_bound.timeline import PassTimes, StageSeconds, Tandem
+from planner.latency_bound.timeline import PassTimes, StageSeconds, Tandem, unlimited
 from planner.lengths import (
     SUM_TOLERANCE,
     FloatArray,
@@ -116,10 +116,6 @@ class ObservedRequests:
         seen = np.bincount(self.strata, minlength=len(self.frequent))
         weights = (self.frequent / np.maximum(seen, 1))[self.strata]
         return np.asarray(weights / weights.sum())
-
-
-def unlimited() -> None:
-    """Time is never up."""
 
 
 class RequestWatch:

@@ -46,8 +46,8 @@ from planner.latency_bound.schedules import (
     shortest_round,
     waa_schedule,
 )
-from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa, unlimited
-from planner.latency_bound.timeline import Performance, Timeline
+from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa
+from planner.latency_bound.timeline import Performance, Timeline, unlimited
 from planner.latency_bound.waa_timeline import waa_timeline
 from planner.schedule.job_passes import SteadyCycle
 from planner.schedule.turns import SHORT_PROMPTS, WAITING

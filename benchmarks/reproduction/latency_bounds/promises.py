@@ -22,7 +22,8 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.latency_bound.alternation import KindPlanner, ScheduleSpace
 from planner.latency_bound.bounded_plan import bounded_options, bounded_plan, costs_beside_bound
-from planner.latency_bound.bounded_search import BoundedSearch, Scheduled
+from planner.latency_bound.bounded_search import BoundedSearch
+from planner.latency_bound.judged import Scheduled
 from planner.latency_bound.rra import RraPlanner
 from planner.latency_bound.schedules import BoundRequest, job_of
 from planner.latency_bound.waa import WaaPlanner
