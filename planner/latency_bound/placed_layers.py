@@ -15,13 +15,16 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.costs.communication import HostCopies, cache_tensors, handover_terms
+from planner.costs.latency_model import near_length, unlike_prompts_s
 from planner.costs.model import CostModel
 from planner.costs.pass_times import OccupiedStages, PassTable, link_terms, occupied_stages
 from planner.costs.stored_bytes import kept_of_requests, layer_weight_bytes
 from planner.latency_bound.timeline import (
     GridTimes,
     ManyTimes,
+    PassTimes,
     StageSeconds,
+    Tandem,
     decodes_s,
     mean_prefill_s,
 )
@@ -262,6 +265,60 @@ class WaaSides:
         restored_s = self.handover.restore.seconds(1.0, self.lengths.prompts.mean)
         step_s = going_on(outputs) / steps * restored_s
         return _CopyingTimes(self.decode, StageCopies(none, none), step_s)
+
+
+class PipelineOfRequests:
+    """A pipeline with these times. Stages copy keys and values of some prompts by `copies` (None:
+    of none), and compute nothing meanwhile.
+    """
+
+    def __init__(self, times: StageSeconds, copies: StageCopies | None = None) -> None:
+        self._times, self._copies = times, copies
+        self.stages = times.stages
+        self._tandem = Tandem(times.stages)
+        self._steps: dict[tuple[int, int], PassTimes] = {}
+        self._prompts: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
+
+    def decode(
+        self,
+        requests: int,
+        context_tokens: int,
+        at_s: float,
+        copied: Sequence[int] = (),
+    ) -> float:
+        """When a decode step submitted at `at_s` is back; tokens before it are of all requests."""
+        size, context = requests, near_length(round(context_tokens / requests))
+        if (size, context) not in self._steps:
+            compute_s, hop_s = (
+                self._times.decode_s(size, context),
+                self._times.decode_hop_s(size),
+            )
+            self._steps[size, context] = PassTimes.of(compute_s, hop_s)
+        step = self._steps[size, context]
+        if copied:
+            step = PassTimes.of(step.compute_s + self._copies_s(copied), np.array(step.hop_s))
+        return self._tandem.run(step, at_s)
+
+    def prefill(self, prompts: Sequence[int], at_s: float, copied: Sequence[int] = ()) -> float:
+        """When a micro-batch of these prompts submitted at `at_s` is back."""
+        size, tokens = len(prompts), sum(prompts)
+        compute_s = unlike_prompts_s(prompts, self._parts) + self._copies_s(copied)
+        hop_s = self._times.prefill_hop_s(size, tokens / size)
+        return self._tandem.run(PassTimes.of(compute_s, hop_s), at_s)
+
+    def _parts(self, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of attention and of the rest [N] for prompts that are all so long."""
+        key = requests, length
+        if key not in self._prompts:
+            attention_s = self._times.attention_s(*key)
+            self._prompts[key] = attention_s, self._times.prefill_s(*key) - attention_s
+        return self._prompts[key]
+
+    def _copies_s(self, prompts: Sequence[int]) -> FloatArray:
+        """Seconds in which stages copy keys and values of prompts of so many tokens [N]."""
+        if self._copies is None or not prompts:
+            return np.zeros(self._times.stages)
+        return self._copies.seconds(len(prompts), sum(prompts))
 
 
 def handover_of(prefill: PlacedLayers, decode: PlacedLayers) -> Handover:

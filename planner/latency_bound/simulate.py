@@ -11,9 +11,8 @@ from math import ceil, sqrt
 
 import numpy as np
 
-from planner.costs.latency_model import near_length, unlike_prompts_s
-from planner.latency_bound.placed_layers import StageCopies, WaaSides
-from planner.latency_bound.timeline import PassTimes, StageSeconds, Tandem, unlimited
+from planner.latency_bound.placed_layers import PipelineOfRequests, StageCopies, WaaSides
+from planner.latency_bound.timeline import StageSeconds, unlimited
 from planner.lengths import (
     SUM_TOLERANCE,
     FloatArray,
@@ -28,13 +27,12 @@ from planner.schedule.turns import evened, free_tokens, that_fit
 from planner.scheduling import RequestSchedule
 
 _EVEN = 1024
-"""Successive requests whose lengths are as frequent as in the distribution, to one request: latency
-goes by an answer's length, and of 4,000 that are drawn each for itself 29 to 52 are among the
-longest 1 %, so that long tails had it up to a quarter too long."""
+"""Successive requests whose lengths are as frequent as in the distribution, to one request: drawn
+each for itself, 29 to 52 of 4,000 are among the longest 1 %, and latency goes by these."""
 
-_STRATA, _ERROR_PARTS = 200, 10
-"""Classes of answers by length that are equally frequent, and parts of what was seen by which its
-error is stated."""
+_STRATA, _ERROR_PARTS, _ALIKE = 200, 10, 20
+"""Classes of answers by length that are equally frequent, parts of what was seen by which its error
+is stated, and requests beside which each of a part stands there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +86,19 @@ class ObservedRequests:
     strata: IntArray
     frequent: FloatArray
 
+    @classmethod
+    def of(
+        cls,
+        rate: float,
+        latencies_s: Sequence[float],
+        answers: Sequence[int],
+        outputs: LengthDistribution,
+    ) -> ObservedRequests:
+        """Of requests with these answers, which are to be as frequent as in `outputs`."""
+        stratum_of, frequent = outputs.strata(_STRATA)
+        strata = stratum_of[np.searchsorted(outputs.lengths, answers)]
+        return cls(rate, np.array(latencies_s), strata, frequent)
+
     @property
     def mean_latency_s(self) -> float:
         return float(self._weights @ self.latencies_s)
@@ -101,11 +112,12 @@ class ObservedRequests:
 
     def latency_error_s(self, quantile: float) -> float:
         """Two standard errors of it: by how many requests more exceed it than others with answers
-        as long, in parts that ended one after the other.
+        about as long, in parts that ended one after the other.
         """
         exceed = self.latencies_s > self.latency_s(quantile)
-        of_stratum = np.bincount(self.strata, exceed) / np.maximum(np.bincount(self.strata), 1)
-        surplus = self._weights * (exceed - of_stratum[self.strata])
+        alike = self.strata * max(1, len(exceed) // _ALIKE) // len(self.frequent)
+        usual = np.bincount(alike, exceed) / np.maximum(np.bincount(alike), 1)
+        surplus = self._weights * (exceed - usual[alike])
         parts = [float(each.sum()) for each in np.array_split(surplus, _ERROR_PARTS)]
         share = 2 * sqrt(_ERROR_PARTS) * float(np.std(parts, ddof=1))
         return (self.latency_s(quantile + share) - self.latency_s(quantile - share)) / 2
@@ -167,56 +179,7 @@ class RequestWatch:
         assert self._from_s is not None
         assert self._to_s is not None
         rate = self._noted / (self._to_s - self._from_s)
-        stratum_of, frequent = outputs.strata(_STRATA)
-        strata = stratum_of[np.searchsorted(outputs.lengths, self._answers)]
-        return ObservedRequests(rate, np.array(self._latencies_s), strata, frequent)
-
-
-class PipelineOfRequests:
-    """A pipeline with these times. Stages copy keys and values of some prompts by `copies` (None:
-    of none), and compute nothing meanwhile.
-    """
-
-    def __init__(self, times: StageSeconds, copies: StageCopies | None = None) -> None:
-        self._times, self._copies = times, copies
-        self.stages = times.stages
-        self._tandem = Tandem(times.stages)
-        self._steps: dict[tuple[int, int], PassTimes] = {}
-        self._prompts: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
-
-    def decode(
-        self, requests: int, context_tokens: int, at_s: float, copied: Sequence[int] = ()
-    ) -> float:
-        """When a decode step submitted at `at_s` is back; tokens before it are of all requests."""
-        size, context = requests, near_length(round(context_tokens / requests))
-        if (size, context) not in self._steps:
-            compute_s, hop_s = self._times.decode_s(size, context), self._times.decode_hop_s(size)
-            self._steps[size, context] = PassTimes.of(compute_s, hop_s)
-        step = self._steps[size, context]
-        if copied:
-            step = PassTimes.of(step.compute_s + self._copies_s(copied), np.array(step.hop_s))
-        return self._tandem.run(step, at_s)
-
-    def prefill(self, prompts: Sequence[int], at_s: float, copied: Sequence[int] = ()) -> float:
-        """When a micro-batch of these prompts submitted at `at_s` is back."""
-        size, tokens = len(prompts), sum(prompts)
-        compute_s = unlike_prompts_s(prompts, self._parts) + self._copies_s(copied)
-        hop_s = self._times.prefill_hop_s(size, tokens / size)
-        return self._tandem.run(PassTimes.of(compute_s, hop_s), at_s)
-
-    def _parts(self, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
-        """Seconds of attention and of the rest [N] for prompts that are all so long."""
-        key = requests, length
-        if key not in self._prompts:
-            attention_s = self._times.attention_s(*key)
-            self._prompts[key] = attention_s, self._times.prefill_s(*key) - attention_s
-        return self._prompts[key]
-
-    def _copies_s(self, prompts: Sequence[int]) -> FloatArray:
-        """Seconds in which stages copy keys and values of prompts of so many tokens [N]."""
-        if self._copies is None or not prompts:
-            return np.zeros(self._times.stages)
-        return self._copies.seconds(len(prompts), sum(prompts))
+        return ObservedRequests.of(rate, self._latencies_s, self._answers, outputs)
 
 
 _QUEUE = 2.0

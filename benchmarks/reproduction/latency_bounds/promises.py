@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.lab import ROOT, header, processor_name, table_row
-from benchmarks.reproduction.latency_bounds.runtime import OTHER_SEED, SEED, Seen, seen_by_runtime
+from benchmarks.reproduction.latency_bounds.runtime import OTHER_SEED, SEED, seen_by_runtime
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.latency_bound.alternation import KindPlanner, ScheduleSpace
@@ -26,6 +26,7 @@ from planner.latency_bound.bounded_search import BoundedSearch
 from planner.latency_bound.judged import Scheduled
 from planner.latency_bound.rra import RraPlanner
 from planner.latency_bound.schedules import BoundRequest, job_of
+from planner.latency_bound.simulate import ObservedRequests
 from planner.latency_bound.waa import WaaPlanner
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape
@@ -176,13 +177,14 @@ def _random_point(
     return newcomers, placed.ranges[1].stop - steps, int(rng.choice(placed.ranges[2]))
 
 
-def cells_of(found: Scheduled, seen: Seen) -> list[str]:
+def cells_of(found: Scheduled, seen: ObservedRequests) -> list[str]:
     """What a plan promises, and what the runtime has of it."""
+    latency_s = seen.latency_s(found.placed.request.quantile)
     return [
         found.schedule.kind,
         controls(found.schedule),
         f"{found.latency_s:.3g} s ± {found.error_s / found.latency_s:.1%}",
-        f"{seen.latency_s / found.latency_s:.3f}",
+        f"{latency_s / found.latency_s:.3f}",
         f"{found.requests_per_s:.3g}",
         f"{seen.requests_per_s / found.requests_per_s:.3f}",
     ]

@@ -13,7 +13,15 @@ from itertools import count
 import numpy as np
 
 from actors.handover.ledger import DividedLedger, PrefillPace
-from actors.messages import Finished, MicroBatch, Progress, Request, Sampled, Sampling, TokenIds
+from actors.messages import (
+    Finished,
+    MicroBatch,
+    Progress,
+    Request,
+    Sampled,
+    Sampling,
+    TokenIds,
+)
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt import RraScheduler, exegpt_sizes
 from actors.schedule.exegpt_waa import (
@@ -23,8 +31,13 @@ from actors.schedule.exegpt_waa import (
     prefill_sizes,
 )
 from planner.latency_bound.judged import Scheduled
+from planner.latency_bound.placed_layers import PipelineOfRequests
 from planner.latency_bound.rra import RraSpace
-from planner.latency_bound.simulate import DrawnRequest, PipelineOfRequests, drawn_requests
+from planner.latency_bound.simulate import (
+    DrawnRequest,
+    ObservedRequests,
+    drawn_requests,
+)
 from planner.latency_bound.waa import WaaSpace
 from planner.plan.spec import PlanSpec
 
@@ -185,18 +198,10 @@ def _prefilled(
     return told, ended
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What came of a plan: requests a second and the latency at the quantile."""
-
-    requests_per_s: float
-    latency_s: float
-
-
 def seen_by_runtime(
     plan: PlanSpec, scheduled: Scheduled, requests: int, seed: int = OTHER_SEED
-) -> Seen:
-    """Run a plan's schedule by the runtime's schedulers, over so many requests that count."""
+) -> ObservedRequests:
+    """What the runtime's schedulers make of a plan's schedule, over so many requests that count."""
     schedule, lengths = scheduled.schedule, scheduled.placed.request.lengths
     rng = np.random.default_rng(seed)
     more = max(schedule.decode_requests, 4 * schedule.prefill_requests)
@@ -208,4 +213,5 @@ def seen_by_runtime(
     latencies = [run.ended_s[each] - run.began_s[each] for each in counted]
     ends = np.sort(list(run.ended_s.values()))[counted.start : counted.stop]
     per_request_s = np.polyfit(np.arange(len(ends)), ends, 1)[0]
-    return Seen(1 / per_request_s, float(np.quantile(latencies, scheduled.placed.request.quantile)))
+    answers = [drawn[each].output for each in counted]
+    return ObservedRequests.of(1 / float(per_request_s), latencies, answers, lengths.outputs)

@@ -28,9 +28,9 @@ from planner.latency_bound.bounded_plan import (
 )
 from planner.latency_bound.bounded_search import BoundedSearch
 from planner.latency_bound.judged import Scheduled
+from planner.latency_bound.placed_layers import PipelineOfRequests
 from planner.latency_bound.rra import RraPlanner, RraSpace
 from planner.latency_bound.schedules import CPU_MARGIN, BoundRequest, job_of, margin_of
-from planner.latency_bound.simulate import PipelineOfRequests
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.options import QUALITIES, PlanOptions, Quality
 from planner.plan.builder import CPU_GUESS

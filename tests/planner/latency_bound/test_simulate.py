@@ -11,10 +11,9 @@ import pytest
 
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt import RraScheduler
-from planner.latency_bound.placed_layers import Handover, StageCopies, WaaSides
+from planner.latency_bound.placed_layers import Handover, PipelineOfRequests, StageCopies, WaaSides
 from planner.latency_bound.simulate import (
     ObservedRequests,
-    PipelineOfRequests,
     RequestWatch,
     drawn_requests,
     simulate_rra,
