@@ -210,7 +210,10 @@ def test_a_model_with_biases_on_keys_hardly_notices(tmp_path: Path) -> None:
     assert 0 < divergence(importance) < divergence(None) / 20
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt_neox", "opt", "bloom"])
+RARE = [pytest.param(name, marks=pytest.mark.rare) for name in ("qwen2", "gpt_neox")]
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom", *RARE])
 def test_batching_stages_and_replay_do_not_change_tokens(name: str, tmp_path: Path) -> None:
     """Factors are those of the layer, whichever stage holds it and whatever it has computed."""
     save_tiny(tmp_path, CONFIGS[name])

@@ -34,7 +34,7 @@ def start(folder: Path, cache: CacheSettings, dtype: str) -> list[Stage]:
         ("llama", "float32", "30KB"),
         ("llama-tied", "bfloat16", "30KB"),
         pytest.param("opt-post-norm", "bfloat16", "5GB", marks=pytest.mark.rare),
-        ("bloom", "float32", "5GB"),
+        pytest.param("bloom", "float32", "5GB", marks=pytest.mark.rare),
         pytest.param("gpt_neox", "bfloat16", "5GB", marks=pytest.mark.rare),
     ],
 )

@@ -25,6 +25,7 @@ from tests.actors.recovery.pretend import (
     started,
 )
 from tests.actors.recovery.pretend_leader import STEP_S
+from tests.seeds import seeds
 
 COUNT = 300
 SOON_S = 5.0  # in the middle of the run
@@ -301,7 +302,7 @@ def test_stages_that_cannot_be_linked_again_end_the_run() -> None:
         cluster.check_all(requests(COUNT))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(10, 30))
 def test_faults_at_random_lose_nothing_and_double_nothing(seed: int) -> None:
     chance = random.Random(seed)
     cluster = started(

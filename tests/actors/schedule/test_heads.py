@@ -19,6 +19,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import make_scheduler
 from tests.actors.schedule.random_inbox import RandomInbox
 from tests.actors.schedule.token_pipeline import sizes_of
+from tests.seeds import seeds
 
 KV_TOKENS, LONGEST = 2000, 300
 
@@ -132,7 +133,7 @@ def tokens_of(seed: int, most_tokens: int) -> tuple[dict[str, list[int]], set[st
     return found, inbox.cancelled
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(10, 30))
 def test_random_runs_give_the_tokens_of_runs_without(seed: int) -> None:
     expected, gone = tokens_of(seed, 0)
     for most_tokens in (100, 500):

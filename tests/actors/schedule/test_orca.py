@@ -20,8 +20,9 @@ from tests.actors.schedule.token_pipeline import (
     request,
     sizes_of,
 )
+from tests.seeds import seeds
 
-SEEDS = [*range(70), *(pytest.param(each, marks=pytest.mark.rare) for each in range(70, 200))]
+SEEDS = seeds(24, 200)
 
 
 @dataclass

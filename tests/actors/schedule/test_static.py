@@ -25,6 +25,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from tests.actors.batches import SLOT_TOKENS, batch_in_ranges
 from tests.actors.driving import drive, run_dry
+from tests.seeds import seeds
 
 
 @dataclass
@@ -206,7 +207,7 @@ def fed(
         yield from finished
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", seeds(40, 120))
 def test_queues_of_any_length_and_shape(seed: int) -> None:
     """Every id once, no slot used twice at once, one step per group: checked by the pipeline."""
     rng = np.random.default_rng(seed)
@@ -222,7 +223,7 @@ def test_queues_of_any_length_and_shape(seed: int) -> None:
     assert max((len(b.slots) for b in pipeline.batches if b.admitted), default=0) <= prefill
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(20, 60))
 def test_cancelled_requests_leave_and_the_others_get_their_tokens(seed: int) -> None:
     rng = np.random.default_rng(seed)
     slots, stages = int(rng.integers(1, 14)), int(rng.integers(1, 5))

@@ -104,7 +104,7 @@ def test_tokens_are_those_of_generate(name: str, bounds: tuple[int, ...], tiny: 
     assert run(stages, SCHEDULES[name]) == expected
 
 
-@pytest.mark.parametrize("family", ["bloom", "mistral-sliding", "opt"])
+@pytest.mark.parametrize("family", ["bloom", "mistral-sliding", pytest.param("opt", marks=RARE)])
 def test_families_of_other_positions_and_masks(family: str, tiny: Tiny) -> None:
     folder, expected = tiny(family)
     specs = specs_of(SPLITS[1], len(PROMPTS), LONGEST, kv_tokens=SLOTS * LONGEST)

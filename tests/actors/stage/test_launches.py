@@ -35,17 +35,16 @@ from tests.actors.own_kernels import pretend_own_kernels
 from tests.planner.kinds import tiny_experts
 
 COUNTED = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "opt", "bloom", "phi3")
+USUAL = (("llama", 16), ("llama", 8), ("qwen3", 16), ("opt", 16), ("bloom", 8))
 
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(
     ("name", "kv_bits"),
     [
-        *((name, 16) for name in COUNTED),
-        *(
-            pytest.param(name, 8, marks=() if name in ("llama", "bloom") else pytest.mark.rare)
-            for name in COUNTED
-        ),
+        pytest.param(name, kv_bits, marks=() if (name, kv_bits) in USUAL else pytest.mark.rare)
+        for name in COUNTED
+        for kv_bits in (16, 8)
     ],
 )
 def test_a_layer_starts_as_many_kernels_as_plans_count(name: str, own: bool, kv_bits: int) -> None:

@@ -120,7 +120,8 @@ def assert_are_best(told: TokenLogprobs, row: torch.Tensor, most: int, tolerance
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "opt", "bloom", pytest.param("granite", marks=pytest.mark.rare)]
+    "name",
+    ["llama", *(pytest.param(n, marks=pytest.mark.rare) for n in ("opt", "bloom", "granite"))],
 )
 def test_they_are_those_of_the_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

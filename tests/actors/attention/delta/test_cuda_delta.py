@@ -58,8 +58,16 @@ def states_of(sizes: DeltaMixer, slots: int, dtype: torch.dtype) -> tuple[Tensor
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
-@pytest.mark.parametrize("sizes", [NARROW, WIDE, ODD])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        *((NARROW, HALF), (WIDE, BFLOAT), (ODD, HALF)),
+        *(
+            pytest.param(*case, marks=pytest.mark.rare)
+            for case in ((NARROW, BFLOAT), (WIDE, HALF), (ODD, BFLOAT))
+        ),
+    ],
+)
 def test_steps_are_those_of_float64(sizes: DeltaMixer, dtype: torch.dtype) -> None:
     """Of requests in slots that lie apart, from nothing on; what others hold stays as it is."""
     kernels, weights = kernels_of(sizes, dtype), weights_of(sizes, dtype)
