@@ -44,11 +44,7 @@ class PlainWeight(PackedWeight):
 
     @classmethod
     def from_weight(
-        cls,
-        weight: Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Rounding = DEFAULT,
+        cls, weight: Tensor, dtype: torch.dtype, device: torch.device, rounding: Rounding = DEFAULT
     ) -> Self:
         return cls(copy_of(weight, dtype, device))
 

@@ -24,7 +24,7 @@ from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.model.stored_bits import ADDED_ERRORS, MOST_ADDED
 from planner.plan.builder import plan_choice
 from planner.plan.parts import JobForecast, MoreDevices, PlanChoice
-from planner.plan.spec import PlanSpec, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan, all_stages
 from planner.scheduling import FORESEEING, PREDICTING, TOKEN_POLICIES
 from quant.scheme import BITWIDTHS
 
@@ -236,8 +236,7 @@ def most_bits(plan: PlanSpec) -> int:
 
 
 def used_bits(plan: PlanSpec) -> set[int]:
-    stages = plan.stages + (plan.prefill_plan.stages if plan.prefill_plan is not None else ())
-    return {bits for stage in stages for bits in stage.bitwidths}
+    return {bits for stage in all_stages(plan) for bits in stage.bitwidths}
 
 
 def _more_devices(plan: PlanSpec) -> str:

@@ -32,7 +32,7 @@ from llmpq.report.quality import QualityWord, loss, loss_head, quality_word, wit
 from llmpq.report.reasons import LEAST_GAIN
 from planner.options import PLAN_TIME
 from planner.plan.parts import LatencyForecast
-from planner.plan.spec import Baseline, PlanSpec, StagePlan
+from planner.plan.spec import Baseline, PlanSpec, StagePlan, all_stages
 from planner.scheduling import TOKEN_POLICIES
 
 MOST_RUNS = 6  # of equal bits that are told in the order of the layers
@@ -180,7 +180,7 @@ LEAST_SHOWN_GAP = 5e-5  # less reads as 0.00 %
 
 
 def _sentence(plan: PlanSpec, quality: QualityWord) -> str:
-    devices = plural(len(_stages(plan)), "device")
+    devices = plural(len(all_stages(plan)), "device")
     place = f"{plan.model.name} runs on {devices} of {plan.cluster}"
     good = with_quality(quality)
     if plan.latency is not None:
@@ -229,14 +229,15 @@ def _bounded_tiles(
 
 
 def _times(plan: PlanSpec) -> str:
-    measured = [each for each in _stages(plan) if not _is_estimated(each.provenance)]
+    stages = all_stages(plan)
+    measured = [each for each in stages if not _is_estimated(each.provenance)]
     if not measured:
         return "Seconds: estimated from datasheets for every stage, simulated; nothing is measured."
-    if len(measured) == len(_stages(plan)):
+    if len(measured) == len(stages):
         return "Seconds: from measured layer times of every stage, simulated."
     return (
         f"Seconds: from measured layer times of {len(measured)} of "
-        f"{plural(len(_stages(plan)), 'stage')}, the others estimated from datasheets; simulated."
+        f"{plural(len(stages), 'stage')}, the others estimated from datasheets; simulated."
     )
 
 
@@ -265,10 +266,6 @@ def bottlenecks(plan: PlanSpec) -> str:
     return f"{where}; on average a device waits {percent(idle)} of the time."
 
 
-def _stages(plan: PlanSpec) -> tuple[StagePlan, ...]:
-    return plan.stages + (plan.prefill_plan.stages if plan.prefill_plan is not None else ())
-
-
 def _is_estimated(provenance: str) -> bool:
     return "estimated" in provenance
 
@@ -286,7 +283,7 @@ def _search(plan: PlanSpec) -> str:
 def _warnings(plan: PlanSpec) -> list[str]:
     """What may make the figures wrong, or a better plan possible."""
     found: list[str] = []
-    estimated = [each for each in _stages(plan) if _is_estimated(each.provenance)]
+    estimated = [each for each in all_stages(plan) if _is_estimated(each.provenance)]
     if estimated:
         kinds = listed(list(dict.fromkeys(each.accelerator for each in estimated)))
         found.append(

@@ -31,14 +31,10 @@ class GroupLatency(DerivedLatency):
         sums: Sequence[MeasuredSum] = (),
         own_layers: bool = True,
     ) -> None:
-        super().__init__(single)
+        super().__init__(single, kv_bits, sums, own_layers)
         self._own_layers = own_layers
         self._kv_bits = kv_bits
         self._sums = sums
-
-    def _of_kind(self, kind: int) -> LatencyModel:
-        own = self._kv_bits, self._sums, self._own_layers
-        return GroupLatency(self.model.of_kind(kind), *own)
 
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
@@ -112,11 +108,8 @@ class EightBitCacheLatency(DerivedLatency):
     """Times of `measured` in the compute type, attention scaled as the roofline's by `kv_bits`."""
 
     def __init__(self, measured: LatencyModel, kv_bits: int) -> None:
-        super().__init__(measured)
+        super().__init__(measured, kv_bits)
         self._kv_bits = kv_bits
-
-    def _of_kind(self, kind: int) -> LatencyModel:
-        return EightBitCacheLatency(self.model.of_kind(kind), self._kv_bits)
 
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str

@@ -150,12 +150,14 @@ def behind_head(
 
 
 class DerivedLatency(LatencyModel):
-    def __init__(self, model: LatencyModel) -> None:
-        self.model = model
+    """Times of `model`, changed by what a subclass is made with: `own`."""
+
+    def __init__(self, model: LatencyModel, *own: Any) -> None:
+        self.model, self._own = model, own
         self.shape = model.shape
 
     def _of_kind(self, kind: int) -> LatencyModel:
-        return type(self)(self.model.of_kind(kind))
+        return type(self)(self.model.of_kind(kind), *self._own)
 
     def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:
         return self.model.experts_s(device, bits, tokens, dtype)
@@ -185,11 +187,8 @@ class PartLatency(DerivedLatency):
     """
 
     def __init__(self, model: LatencyModel, part: Part) -> None:
-        super().__init__(model)
+        super().__init__(model, part)
         self.part = part
-
-    def _of_kind(self, kind: int) -> LatencyModel:
-        return PartLatency(self.model.of_kind(kind), self.part)
 
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str

@@ -43,7 +43,7 @@ _CODE_LAUNCHES = 28  # of making codes of keys and values and restoring them
 # Counted there too, in float32: a mixer (`actors.attention.delta.mixer`) starts 59 in a decode step
 # beside its products and norms, and casts of half as wide numbers.
 _MIXER_LAUNCHES = 66
-_STEP_LAUNCHES = 8  # by `actors.attention.delta.cuda`, with the MLP's product and both sums
+_STEP_LAUNCHES = 8  # by `actors.attention.delta.rule`, with the MLP's product and both sums
 _STREAMED_LAUNCHES = 30  # of an expert from the host: two copies, restoring and products of both
 END_LAUNCHES = 20  # of an embedding, or of final norm, head and sampling: assumed
 # Ours of decode steps multiplies in float32, half of its instructions (counted in the source; no

@@ -164,7 +164,7 @@ class DeltaMixer:
 
     @property
     def has_step_kernel(self) -> bool:
-        """Whether GPUs have a kernel of ours that takes a step (`actors.attention.delta.cuda`)."""
+        """Whether GPUs have a kernel of ours that takes a step (`actors.attention.delta.rule`)."""
         heads = self.key_dim, self.value_dim
         known = all(each % _QUAD == 0 and each <= _LARGEST_HEAD for each in heads)
         return known and self.conv_width in _CONV_WIDTHS

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from quant.common.errors import CheckpointError
@@ -31,33 +33,29 @@ class PackedWeight(ABC):
     @classmethod
     @abstractmethod
     def from_weight(
-        cls,
-        weight: torch.Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Rounding = DEFAULT,
+        cls, weight: Tensor, dtype: torch.dtype, device: torch.device, rounding: Rounding = DEFAULT
     ) -> Self: ...
 
     @classmethod
     @abstractmethod
-    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
+    def represent(cls, weight: Tensor, rounding: Rounding = DEFAULT) -> Tensor:
         """Return the float weight `[out, in]` that `from_weight` of `weight` stands for."""
 
     @abstractmethod
-    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+    def forward(self, x: Tensor) -> Tensor: ...
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Add `bias` `[out]`, where a kernel can within its launch."""
         out = self.forward(x)
         return out if bias is None else out.add_(bias)
 
-    def restored_for(self, x: torch.Tensor) -> torch.Tensor | None:
+    def restored_for(self, x: Tensor) -> Tensor | None:
         """Give the weight `[out, in]` for inputs `x` `[..., in]`, to whose device its parts are
         copied first; None for layouts that only this kernel knows.
         """
         return None
 
-    def products(self, x: torch.Tensor) -> Iterable[torch.Tensor]:
+    def products(self, x: Tensor) -> Iterable[Tensor]:
         """Give the product in every way that `forward` may choose, for self-tests."""
         return (self.forward(x),)
 
@@ -68,7 +66,7 @@ class PackedWeight(ABC):
     def nbytes(self) -> int:
         return tensor_bytes(*(held for held in self._held.values() if torch.is_tensor(held)))
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Give tensors from which `from_state` restores this weight; numbers are int64 without
         dimensions.
         """
@@ -76,7 +74,7 @@ class PackedWeight(ABC):
 
     @classmethod
     def from_state(
-        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
+        cls, state: Mapping[str, Tensor], shape: LinearShape, dtype: torch.dtype
     ) -> Self:
         numbers = {field.name for field in _fields(cls) if field.type in (int, "int")}
         return cls(**{n: int(value) if n in numbers else value for n, value in state.items()})
@@ -102,20 +100,16 @@ class CanonicalPacked(PackedWeight):
 
     @classmethod
     def from_weight(
-        cls,
-        weight: torch.Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Rounding = DEFAULT,
+        cls, weight: Tensor, dtype: torch.dtype, device: torch.device, rounding: Rounding = DEFAULT
     ) -> Self:
         return cls.from_canonical(quantize(weight, cls.bits, device, rounding))
 
     @classmethod
-    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
+    def represent(cls, weight: Tensor, rounding: Rounding = DEFAULT) -> Tensor:
         return dequantize(quantize(weight, cls.bits, rounding=rounding))
 
 
-def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def copy_of(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy, in row blocks cast on `device` (the host's memory would hold a whole copy);
     CheckpointError for NaN, and for values infinite in `dtype`.
     """
@@ -133,27 +127,27 @@ def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
     return out
 
 
-def _is_finite(values: torch.Tensor) -> bool:
+def _is_finite(values: Tensor) -> bool:
     low, high = torch.aminmax(values)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def tensor_bytes(*tensors: torch.Tensor) -> int:
+def tensor_bytes(*tensors: Tensor) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def content_of(packed: torch.Tensor) -> torch.Tensor:
+def content_of(packed: Tensor) -> Tensor:
     """The bytes of a weight that oneDNN has laid out, uint8, where they lie."""
     address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
 def linear_by_blocks(
-    x: torch.Tensor,
+    x: Tensor,
     rows: int,
-    decode_rows: Callable[[slice], torch.Tensor],
-    row_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    decode_rows: Callable[[slice], Tensor],
+    row_scale: Tensor | None = None,
+) -> Tensor:
     """Multiply `x` `[..., in]` with a weight of `rows` rows that `decode_rows` gives `[block, in]`,
     at most `rows_at_once` of them, in the same memory if it likes. Sums are multiplied by
     `row_scale` `[rows]`.
@@ -174,8 +168,8 @@ def linear_by_blocks(
 
 
 def _filled(
-    weight: torch.Tensor, step: int, first: int, decode_rows: Callable[[slice], torch.Tensor]
-) -> torch.Tensor:
+    weight: Tensor, step: int, first: int, decode_rows: Callable[[slice], Tensor]
+) -> Tensor:
     for part in ranges(len(weight), step):
         decoded = decode_rows(slice(first + part.start, first + part.stop))
         if decoded.shape == weight.shape and decoded.dtype == weight.dtype:
@@ -184,12 +178,26 @@ def _filled(
     return weight
 
 
+class ThreadWords(threading.local):
+    """Memory of one thread for what it restores, kept: fresh pages take as long as restoring."""
+
+    def __init__(self) -> None:
+        self._words = torch.empty(0, dtype=torch.int32)
+
+    def words(self, count: int) -> Tensor:
+        """So many numbers of int32, of any content."""
+        if count > len(self._words):
+            with torch.inference_mode(False):  # or it could be written in inference alone
+                self._words = torch.empty(count, dtype=torch.int32)
+        return self._words[:count]
+
+
 class DecodeMemory:
     """Memory that `linear_by_blocks` decodes to again, as fresh pages take longer: `codes` uint8
     and `values` float32 `[rows_at_once, in]`.
     """
 
-    def __init__(self, x: torch.Tensor, rows: int) -> None:
+    def __init__(self, x: Tensor, rows: int) -> None:
         shape = (min(rows_at_once(x.shape[-1], x.device), rows), x.shape[-1])
         self.codes = torch.empty(shape, dtype=torch.uint8, device=x.device)
         self.values = torch.empty(shape, device=x.device)

@@ -52,16 +52,12 @@ def _check_version(version: str) -> None:
 class BnbNf4(PackedWeight):
     """`packed` uint8 `[out * in / 2, 1]` in blocks of 64; `quantized`: maxima and values."""
 
-    packed: torch.Tensor
+    packed: Tensor
     quantized: Any
 
     @classmethod
     def from_weight(
-        cls,
-        weight: torch.Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Rounding = DEFAULT,
+        cls, weight: Tensor, dtype: torch.dtype, device: torch.device, rounding: Rounding = DEFAULT
     ) -> Self:
         values = copy_of(weight, dtype, device)
         packed, quantized = _bitsandbytes().functional.quantize_4bit(
@@ -73,12 +69,12 @@ class BnbNf4(PackedWeight):
         return cls(packed, quantized)
 
     @classmethod
-    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
+    def represent(cls, weight: Tensor, rounding: Rounding = DEFAULT) -> Tensor:
         packed = cls.from_weight(weight, torch.float32, weight.device, rounding)
         # bitsandbytes itself decodes blocks across rows wrongly on CPUs with AVX-512 (0.50)
         return decoded(packed.packed, packed.quantized.absmax, packed.quantized.code, weight.shape)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         return {
             "packed": self.packed,
             "maxima": self.quantized.absmax,
@@ -87,7 +83,7 @@ class BnbNf4(PackedWeight):
 
     @classmethod
     def from_state(
-        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
+        cls, state: Mapping[str, Tensor], shape: LinearShape, dtype: torch.dtype
     ) -> Self:
         quantized = _bitsandbytes().functional.QuantState(
             absmax=state["maxima"],
@@ -103,8 +99,8 @@ class BnbNf4(PackedWeight):
     def nbytes(self) -> int:
         return tensor_bytes(self.packed, self.quantized.absmax, self.quantized.code)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _bitsandbytes().matmul_4bit(x, self.packed.t(), self.quantized)
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _bitsandbytes().matmul_4bit(x, self.packed.t(), self.quantized)
         return out
 
 

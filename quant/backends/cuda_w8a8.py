@@ -126,11 +126,7 @@ class CudaW8A8(RotatedCodes, CanonicalPacked):
 
     @classmethod
     def from_weight(
-        cls,
-        weight: Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Rounding = DEFAULT,
+        cls, weight: Tensor, dtype: torch.dtype, device: torch.device, rounding: Rounding = DEFAULT
     ) -> Self:
         return cls.of_weight(weight, rounding, device)
 

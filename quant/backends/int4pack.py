@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import CanonicalPacked
+from quant.backends.base import CanonicalPacked, ThreadWords
 from quant.backends.int4_layout import (
     BLOCK_ROWS,
     HALF_ROWS,
@@ -154,22 +153,8 @@ class Int3Pack(CanonicalPacked):
         )
 
 
-class _Memory(threading.local):
-    """Scratch memory of one thread, as mapping pages takes as long as restoring; at most 1.75 times
-    the greater of 1 MiB and 64 rows of codes.
-    """
-
-    def __init__(self) -> None:
-        self._held = torch.empty(0, dtype=torch.int32)
-
-    def words(self, count: int) -> torch.Tensor:
-        if self._held.numel() < count:
-            with torch.inference_mode(mode=False):  # only inference mode could write to it else
-                self._held = torch.empty(count, dtype=torch.int32)
-        return self._held
-
-
-_MEMORY = _Memory()
+_MEMORY = ThreadWords()
+"""At most 1.75 times the greater of 1 MiB and 64 rows of codes."""
 
 
 class _Scratch:

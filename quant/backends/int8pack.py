@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from quant.backends.base import CanonicalPacked, content_of, linear_by_blocks, tensor_bytes
 from quant.backends.rotation import MIDDLE, RotatedCodes, round_activations, warm_up_rounding
@@ -29,8 +30,8 @@ class Int8Pack(CanonicalPacked):
 
     bits: ClassVar[int] = 8
 
-    codes: torch.Tensor
-    scale: torch.Tensor
+    codes: Tensor
+    scale: Tensor
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
@@ -42,22 +43,22 @@ class Int8Pack(CanonicalPacked):
             )
         return cls(canonical.codes, canonical.scale.view(-1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
         rows = len(self.codes)
         if len(tokens) >= _MANY_TOKENS:
             return linear_by_blocks(x, rows, self.codes.__getitem__, self.scale)
         # The kernel takes scales in bfloat16, which would round them: multiply afterwards.
         sums = torch.ops.aten._weight_int8pack_mm(tokens, self.codes, tokens.new_ones(rows))
-        out: torch.Tensor = sums.mul_(self.scale)
+        out: Tensor = sums.mul_(self.scale)
         return out.view(*x.shape[:-1], rows)
 
-    def restored_for(self, x: torch.Tensor) -> torch.Tensor:
+    def restored_for(self, x: Tensor) -> Tensor:
         codes, scale = (each.to(x.device, non_blocking=True) for each in (self.codes, self.scale))
         return decode(codes, scale.unsqueeze(1), None, self.bits).to(x.dtype)
 
 
-_ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()
+_ALIKE: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
 """The last weight of each shape that was restored from a file, as long as somebody holds it."""
 
 
@@ -74,18 +75,14 @@ class OneDnnW8A8(CanonicalPacked):
     bits: ClassVar[int] = 8
     rounds_again: ClassVar[bool] = True
 
-    packed: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
-    factor: torch.Tensor
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor
+    factor: Tensor
 
     @classmethod
     def from_weight(
-        cls,
-        weight: torch.Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Rounding = DEFAULT,
+        cls, weight: Tensor, dtype: torch.dtype, device: torch.device, rounding: Rounding = DEFAULT
     ) -> Self:
         return cls._pack(RotatedCodes.of_weight(weight, rounding))
 
@@ -99,16 +96,16 @@ class OneDnnW8A8(CanonicalPacked):
         return cls(packed, rotated.scale, torch.zeros(1, dtype=torch.int32), rotated.factor)
 
     @classmethod
-    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
+    def represent(cls, weight: Tensor, rounding: Rounding = DEFAULT) -> Tensor:
         return RotatedCodes.of_weight(weight, rounding).restored()
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         content = {"content": content_of(self.packed).clone(), "layout": _layout_of(self.packed)}
         return content | {"scale": self.scale, "factor": self.factor}
 
     @classmethod
     def from_state(
-        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
+        cls, state: Mapping[str, Tensor], shape: LinearShape, dtype: torch.dtype
     ) -> Self:
         """Restore a weight; RuntimeError for bytes that oneDNN lays out in another way here."""
         packed = _packed_of_any_content(shape.out_features, shape.in_features)
@@ -129,26 +126,26 @@ class OneDnnW8A8(CanonicalPacked):
     def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
         warm_up_rounding(in_features)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         codes, scale = round_activations(x.reshape(-1, x.shape[-1]), self.factor)
-        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+        out: Tensor = torch.ops.onednn.qlinear_pointwise(
             codes, 1.0, MIDDLE, self.packed, self.scale, self.zero, None,
             1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         return out.mul_(scale).to(x.dtype).view(*x.shape[:-1], self.scale.numel())
 
 
-def _layout_of(packed: torch.Tensor) -> torch.Tensor:
-    layout: torch.Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
+def _layout_of(packed: Tensor) -> Tensor:
+    layout: Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
     return layout
 
 
-def _packed_of_any_content(rows: int, columns: int) -> torch.Tensor:
+def _packed_of_any_content(rows: int, columns: int) -> Tensor:
     """Make a packed weight to be overwritten: packing takes 8 times as long (measured)."""
     alike = _ALIKE.get((rows, columns))
     if alike is None:
         codes = torch.zeros(rows, columns, dtype=torch.int8)
-        packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(codes, None)
+        packed: Tensor = torch.ops.onednn.qlinear_prepack(codes, None)
     else:
         packed = alike.clone()
     _ALIKE[rows, columns] = packed

@@ -5,7 +5,6 @@ on those that multiply float32 faster.
 
 from __future__ import annotations
 
-import threading
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quant.backends.base import content_of, linear_by_blocks
+from quant.backends.base import ThreadWords, content_of, linear_by_blocks
 from quant.devices import emulates, ranges
 from quant.numba_loops import as_array, compiled_loop, has_numba, narrowing, torch_threads, widening
 
@@ -83,21 +82,7 @@ def multiply_panels(x: Tensor, packed: Tensor, rows: int, bias: Tensor | None = 
     return out
 
 
-class _Memory(threading.local):
-    """Memory of a thread for what it restores, kept: fresh pages take as long as restoring does."""
-
-    def __init__(self) -> None:
-        self._words = torch.empty(0, dtype=torch.int32)
-
-    def words(self, count: int) -> Tensor:
-        """So many numbers of int32, of any content."""
-        if count > len(self._words):
-            with torch.inference_mode(False):  # or it could be written in inference alone
-                self._words = torch.empty(count, dtype=torch.int32)
-        return self._words[:count]
-
-
-_memory = _Memory()
+_memory = ThreadWords()
 
 
 @cache

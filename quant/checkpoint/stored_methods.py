@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quant.checkpoint.formats.fields import REMEDY
+from quant.checkpoint.formats.libraries import REMEDY
 from quant.checkpoint.formats.settings import METHODS
 from quant.checkpoint.gguf.blocks import stored_config
 from quant.checkpoint.gguf.folder import gguf_index

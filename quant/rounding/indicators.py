@@ -164,9 +164,9 @@ class LayerStatistics(ABC):
     @abstractmethod
     def observe(self, source: str, inputs: Tensor) -> None: ...
 
-    @abstractmethod
     def observe_asked(self, source: str, rows: Tensor, counted: Tensor) -> None:
         """Take inputs `[asked, in]` of one expert's weight, and how much each counts, `[asked]`."""
+        self.observe(source, rows.float() * counted.float().sqrt().unsqueeze(-1))
 
     def settle(self) -> None:  # noqa: B027  (most keep little)
         """Let go of what the sources seen until now no longer need; they are seen no more."""
@@ -235,9 +235,6 @@ class HessianStatistics(LayerStatistics):
     def observe(self, source: str, inputs: Tensor) -> None:
         self._grams.setdefault(source, Gram(inputs.shape[-1], inputs.device)).add(inputs)
 
-    def observe_asked(self, source: str, rows: Tensor, counted: Tensor) -> None:
-        self.observe(source, rows.float() * counted.float().sqrt().unsqueeze(-1))
-
     def settle(self) -> None:
         for source, gram in self._grams.items():
             self._curvatures[source] = 2 * gram.top_eigenvalue()
@@ -303,9 +300,6 @@ class ErrorStatistics(LayerStatistics):
 
     def observe(self, source: str, inputs: Tensor) -> None:
         self._inputs.setdefault(source, RunningStatistics()).add(inputs)
-
-    def observe_asked(self, source: str, rows: Tensor, counted: Tensor) -> None:
-        self.observe(source, rows.float() * counted.float().sqrt().unsqueeze(-1))
 
     def omega_of_experts(
         self, experts: Iterable[AskedWeight], bitwidths: Sequence[int]

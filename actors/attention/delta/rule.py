@@ -2,14 +2,18 @@
 (Gated Delta Networks, arXiv 2412.06464, equation 10).
 
 Transformers' mixers know a row of a batch as one sequence, so that on a flattened batch the state
-of a request would go on in the next one. Here every request begins with what its slot holds.
+of a request would go on in the next one. Here every request begins with what its slot holds. On
+GPUs two kernels of our own take a step, which PyTorch's operations need 60 for, and copies.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actors.attention.delta.cpu import can_run, run_in_place, warm_up
-from actors.attention.delta.cuda import DeltaKernels, compiled_kernels
 from actors.attention.delta.states import (
     ConstantStates,
     DeltaInputs,
@@ -28,7 +31,64 @@ from actors.attention.delta.states import (
 )
 from actors.attention.ragged import RaggedContext
 from planner.model.layer_parts import DeltaMixer
-from quant.backends.cuda_driver import CudaError
+from quant.backends.cuda_driver import THREADS, CudaError, Kernels, kernels_for
+
+SOURCE = Path(__file__).with_name("delta.cu")
+KERNELS = ("convolve", "delta_step")
+
+
+class Heads(ctypes.Structure):
+    """The struct of that name in the source."""
+
+    _fields_ = (("keys", ctypes.c_uint), ("values", ctypes.c_uint), ("eps", ctypes.c_float))
+
+
+@dataclass(frozen=True)
+class DeltaKernels:
+    """The compiled kernels for one size of heads and type."""
+
+    kernels: Kernels
+
+    def step(
+        self, new: Projected, weights: DeltaWeights, held: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        """Go on with the states and the inputs of a layer, in `slots` `[rows]` of `held`, by one
+        token each; returns what the norm makes of the results, `[rows, value_width]`. A row in
+        slot -1 is nobody's.
+        """
+        state, inputs = held
+        sizes, rows = weights.sizes, len(slots)
+        mixed, gate, beta, decay = (each.contiguous() for each in new)
+        convolved = torch.empty(mixed.shape, dtype=torch.float32, device=mixed.device)
+        channels = sizes.conv_channels
+        self.kernels.launch(
+            "convolve", rows * -(-channels // THREADS),
+            mixed, weights.convolution, slots, inputs, convolved, channels,
+        )  # fmt: skip
+        out = torch.empty_like(gate)
+        self.kernels.launch(
+            "delta_step", rows * sizes.value_heads,
+            convolved, gate, beta, decay, weights.rates, weights.biases, weights.norm_weight,
+            slots, state, out, Heads(sizes.key_heads, sizes.value_heads, weights.norm_eps),
+        )  # fmt: skip
+        return out
+
+
+def compiled_kernels(
+    sizes: DeltaMixer, dtype: torch.dtype, device: torch.device
+) -> DeltaKernels | None:
+    """The kernels for a mixer of these sizes; None on a CPU, in float32 and for other sizes.
+
+    Raises CudaError where they cannot be compiled.
+    """
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if not sizes.has_step_kernel:
+        return None
+    definitions = {"KEY_DIM": sizes.key_dim, "VALUE_DIM": sizes.value_dim}
+    definitions["CONV_WIDTH"] = sizes.conv_width
+    return DeltaKernels(kernels_for(SOURCE, KERNELS, dtype, device, **definitions))
+
 
 _TOLERANCE = 0.01
 """Largest relative error of the self-test; rounding to bfloat16 costs 0.003."""

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quant.checkpoint.formats.fields import (
+from quant.checkpoint.formats.libraries import (
     MX_BLOCK,
     REMEDY,
     checked_bits,
     checked_block,
     checked_size,
+    compressed,
+    modelopt,
+    torchao,
 )
-from quant.checkpoint.formats.libraries import compressed, modelopt, torchao
 from quant.checkpoint.stored_config import (
     AWQ,
     BITSANDBYTES,

@@ -7,8 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
-from quant.checkpoint.gguf.delta import DELTA_MODELS
-from quant.checkpoint.gguf.expert_models import EXPERT_MODELS, SHARED_WIDTH, TEMPERATURE, experts
+from quant.checkpoint.gguf.expert_models import (
+    DELTA_MODELS,
+    EXPERT_MODELS,
+    SHARED_WIDTH,
+    TEMPERATURE,
+    experts,
+)
 from quant.checkpoint.gguf.gemma import CAPS, gemma4_entries, gemma_entries, window_types
 from quant.checkpoint.gguf.header import Entries
 from quant.checkpoint.gguf.rotary import (

@@ -226,21 +226,26 @@ def _byte_level(entries: Entries, tokens: list[str]) -> tuple[dict[str, Any], bo
 
 def _gemma(entries: Entries, tokens: list[str], types: list[int]) -> dict[str, Any]:
     """Gemma 4's: pairs of characters are merged, with `▁` for spaces, by stored ranks."""
-    unknown = next((t for n, t in enumerate(tokens) if types[n] == _UNKNOWN), None)
-    model = _bpe(tokens, _pairs(entries))
-    model |= {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    words = {
-        "type": "Split",
-        "pattern": {"String": " "},
-        "behavior": "MergedWithPrevious",
-        "invert": False,
-    }
-    made = _tokenizer(model, space, words)
-    text = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-    decoders = [text, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    made["decoder"] = {"type": "Sequence", "decoders": decoders}
+    model = _bpe_with_bytes(tokens, types, _pairs(entries))
+    space = {"type": "Split", "pattern": {"String": " "}}
+    made = _tokenizer(
+        model, _replacing(" ", _SPACE), space | {"behavior": "MergedWithPrevious", "invert": False}
+    )
+    made["decoder"] = {"type": "Sequence", "decoders": [_replacing(_SPACE, " "), *_BYTES]}
     return made
+
+
+def _replacing(what: str, by: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": what}, "content": by}
+
+
+_BYTES: tuple[dict[str, Any], ...] = ({"type": "ByteFallback"}, {"type": "Fuse"})
+
+
+def _bpe_with_bytes(tokens: list[str], types: list[int], merges: list[list[str]]) -> dict[str, Any]:
+    unknown = next((t for n, t in enumerate(tokens) if types[n] == _UNKNOWN), None)
+    more = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    return _bpe(tokens, merges) | more
 
 
 def _pairs(entries: Entries) -> list[list[str]]:
@@ -277,17 +282,8 @@ def _sentence_piece(entries: Entries, tokens: list[str], types: list[int]) -> di
     if scores is None or len(scores) < len(tokens):
         raise SpecError(f"{entries.path}: tokenizer.ggml.scores has not a number for each token")
     pieces = {t: (scores[n], n) for n, t in enumerate(tokens) if types[n] == _NORMAL}
-    unknown = next((t for n, t in enumerate(tokens) if types[n] == _UNKNOWN), None)
-    model = _bpe(tokens, _merges(pieces))
-    model |= {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
-    spaces: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    ]
-    texts: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
+    model = _bpe_with_bytes(tokens, types, _merges(pieces))
+    spaces, texts = [_replacing(" ", _SPACE)], [_replacing(_SPACE, " "), *_BYTES]
     if entries.flag("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, {"type": "Prepend", "prepend": _SPACE})
         texts.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})

@@ -14,8 +14,7 @@ import pytest
 
 from llmpq import Cluster, Workload
 from llmpq.profile import first_use
-from llmpq.profile.first_use import OFF, with_own_times
-from llmpq.profile.load import CpuTimes
+from llmpq.profile.first_use import OFF, CpuTimes, with_own_times
 from planner.cluster.file import local_cpus
 from planner.cluster.spec import ClusterSpec
 from planner.options import PlanOptions

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.profile.load import CpuTimes
+from llmpq.profile.first_use import CpuTimes
 
 SPIN = "import os\nwhile os.times().user < 0.5: pass"
 

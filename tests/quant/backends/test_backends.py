@@ -166,7 +166,7 @@ def test_int3pack_restores_the_int4_layout_bit_by_bit(rows: int, columns: int, t
 def test_int3pack_keeps_no_more_scratch_memory_than_it_says() -> None:
     for columns in (64, 40960, 1024):
         int3pack_and_twin(128, columns)[0].forward(torch.zeros(1, columns, dtype=torch.bfloat16))
-    held = int4pack._MEMORY.words(0)
+    held = int4pack._MEMORY._words
     assert held.nbytes <= 1.75 * max(1 << 20, 64 * 40960 // 2)
 
 

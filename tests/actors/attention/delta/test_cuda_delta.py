@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actors.attention.delta import rule as delta_rule
-from actors.attention.delta.cuda import KERNELS, SOURCE, DeltaKernels, compiled_kernels
+from actors.attention.delta.rule import KERNELS, SOURCE, DeltaKernels, compiled_kernels
 from actors.attention.delta.states import ConstantStates, DeltaWeights, Projected
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from planner.model.layer_parts import DeltaMixer
