@@ -15,7 +15,7 @@ from actors.schedule.scheduler import QueueSizes
 from planner.lengths import IntArray
 from planner.schedule.orca import OrcaPolicy, Waiting
 from planner.schedule.passes import OrcaSizes
-from planner.schedule.peak import PeakPolicy, expected_answer, first_range
+from planner.schedule.peak import PeakPolicy, expected_answer, first_range, larger_range
 
 
 class PeakScheduler(S3Scheduler):
@@ -50,7 +50,7 @@ class PeakScheduler(S3Scheduler):
         return first_range(tokens, most_tokens(request))
 
     def _larger(self, size: int, most: int) -> int:
-        return first_range(size, most)
+        return larger_range(size, most, self._slots.available, len(self._slots.requests))
 
     def _again_with(self, request: Request, larger: int) -> int:
         return self._first_reservation(request)

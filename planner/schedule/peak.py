@@ -4,13 +4,12 @@ Ranges grow with the answers, so that a request that has just begun holds little
 in flight will hold together is foreseen by predicted lengths (S3), which are corrected by how long
 answers became: where the most of it, at the end of one of them, stays within the token slots with
 another request, that one joins. The first that fits does, so that prompts stay as mixed as they
-came.
+came; but whoever might end after all others goes first, so that a job has no long end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,6 +26,13 @@ KINDS = 2 * MAX_TOKENS.bit_length()
 def first_range(tokens: int, most: int) -> int:
     """Token slots of a request that joins with so many tokens, of at most `most`."""
     return min(tokens + GROWTH, most)
+
+
+def larger_range(size: int, most: int, available: int, requests: int) -> int:
+    """Token slots of a range of `size` that is full, where so many are available to so many
+    requests: by half of an even share, so that where memory is ample ranges seldom move.
+    """
+    return min(size + max(GROWTH, available // (2 * requests)), most)
 
 
 def expected_answer(limit: int, expected: int | None) -> int:
@@ -97,24 +103,23 @@ class Peak:
 
 class FirstThatFits(Pool):
     """A pool of which the first to come that fits is next: by its range, and by the peak of those
-    that are `running` [n, 4] with it. Where nobody fits, nobody is looked at before something has
-    changed (`changed`).
+    that are `running` [n, 4] with it; but those that might end after all others go first. Where
+    nobody fits, nobody is looked at before something has changed (`changed`).
     """
 
     def __init__(
         self,
         most_overtakes: int,
         sizes: OrcaSizes,
-        looked_at: int,
+        slots: int,
         experience: Experience,
         running: Callable[[], IntArray],
     ) -> None:
         super().__init__(most_overtakes)
-        self._n_slots = sizes.n_slots
-        self._looked_at = looked_at
+        self._n_slots, self._slots = sizes.n_slots, slots
         self._experience, self._running = experience, running
-        self._peak: Peak | None = None
-        self._joined: list[Waiting] = []
+        self._in_order = np.zeros((0, 6), np.int64)  # number, size, foreseen; none that is urgent
+        self._held: IntArray | None = None  # what is foreseen of those that run
         self._is_settled = False
 
     def changed(self) -> None:
@@ -122,48 +127,67 @@ class FirstThatFits(Pool):
 
     def begin(self) -> None:
         """A selection begins: those that joined in the last one run by now."""
-        self._joined, self._peak = [], None
+        self._held = None
 
     def add(self, waiting: Waiting) -> None:
         super().add(waiting)
+        if not waiting.is_urgent:
+            row = [waiting.request, waiting.size, *waiting.foreseen]
+            self._in_order = np.append(self._in_order, [row], axis=0)
         self.changed()
 
     def take(self, waiting: Waiting) -> None:
         super().take(waiting)
         if not waiting.is_urgent:
             self._experience.begin(waiting.foreseen[2])
-        self._joined.append(waiting)
-        self._peak = None
+        self._held = np.append(self._in_flight(), [waiting.foreseen], axis=0)
 
     def give_up(self, request: int) -> None:
         super().give_up(request)
+        place = int(self._in_order[:, 0].searchsorted(request))
+        if place < len(self._in_order) and self._in_order[place, 0] == request:
+            self._in_order = np.delete(self._in_order, place, axis=0)
         self.changed()
 
     def next(self, available: int) -> Waiting | None:
         if self._is_settled or not self._waiting:
             return None
+        looked_at = self._in_order
         if self._holds_for is not None:
-            looked_at = [self._waiting[self._holds_for]]
-        else:
-            looked_at = list(islice(self._in_order(), self._looked_at))
-        with_range = [each for each in looked_at if each.size <= available]
-        fits = self._fit(with_range) if with_range else np.zeros(1, np.bool_)
+            held = self._waiting[self._holds_for]
+            looked_at = np.array([[held.request, held.size, *held.foreseen]], np.int64)
+        fits = looked_at[:, 1] <= available
         if fits.any():
-            return with_range[int(fits.argmax())]
+            found = self._below_peak(looked_at, fits)
+            if found is not None:
+                return self._waiting[found]
         self._is_settled = True
         return None
 
-    def _in_order(self) -> Iterator[Waiting]:
-        return (self._waiting[request] for request in sorted(self._waiting))
+    def _below_peak(self, looked_at: IntArray, fits: BoolArray) -> int | None:
+        """The number of the first of those that have room for their range and below the peak."""
+        tokens, left = self._foreseen(self._in_flight())
+        more, longer = self._foreseen(looked_at[:, 2:])
+        if len(left):  # what is empty of a range that grows counts for nothing where nobody runs
+            fits = fits & (Peak(tokens, left).with_another(more, longer) <= self._n_slots)
+        if not fits.any():
+            return None
+        in_all = np.append(tokens, more), np.append(left, longer)
+        _, given, expected, _ = looked_at[:, 2:].T
+        at_most = np.maximum(expected - 1 - given, longer)
+        may_end_last = at_most >= self._iterations(*in_all)
+        first = np.where(fits, at_most * may_end_last, -1).argmax()
+        return int(looked_at[first, 0])
 
-    def _fit(self, waiting: list[Waiting]) -> BoolArray:
-        if self._peak is None:
-            joined = [each.foreseen for each in self._joined]
-            held = np.concatenate([self._running(), np.array(joined, np.int64).reshape(-1, 4)])
-            self._peak = Peak(*self._foreseen(held))
-        foreseen = self._foreseen(np.array([each.foreseen for each in waiting], np.int64))
-        alone = not len(self._peak)  # what is empty of a range that grows counts for nothing then
-        return np.asarray(alone | (self._peak.with_another(*foreseen) <= self._n_slots))
+    def _iterations(self, tokens: IntArray, left: IntArray) -> int:
+        """How many it takes at least to end all requests [n], by memory and by slots."""
+        held = int((left * (tokens + left // 2)).sum()) // self._n_slots
+        return max(held, int(left.sum()) // self._slots)
+
+    def _in_flight(self) -> IntArray:
+        if self._held is None:
+            self._held = self._running()
+        return self._held
 
     def _foreseen(self, requests: IntArray) -> tuple[IntArray, IntArray]:
         """Tokens now, with what of a range's growth is empty in the mean, and those to come."""
@@ -223,7 +247,8 @@ class PeakSchedule(S3Schedule):
         return np.array(found, dtype=np.int64).reshape(-1, 4)
 
     def _larger(self, request: int) -> int:
-        return first_range(self._reserved[request], self._most[request])
+        sizes = self._reserved[request], self._most[request]
+        return larger_range(*sizes, self._available, self._running)
 
     def _again_with(self, outgrown: Outgrown) -> int:
         request = outgrown.number

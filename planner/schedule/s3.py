@@ -13,12 +13,11 @@ import numpy as np
 
 from planner.schedule.orca import Cohort, OrcaPolicy, OrcaSchedule, Waiting
 from planner.schedule.passes import JobRows, OrcaSizes, Sizes
-from planner.scheduling import FORESEEING, PREDICTING
+from planner.scheduling import PREDICTING
 
 POOL_PER_SLOT = 4
 """Requests in the pool for each slot before a run begins to draw from a queue: so many that one of
-them fits nearly always, and small beside the keys and values of as many. Where the first that fits
-joins (`s3`), one is enough."""
+them fits nearly always, and small beside the keys and values of as many."""
 
 OVERTAKES_PER_SLOT = 4
 """How often a request is overtaken at most, for each slot: all slots are taken anew that often
@@ -32,8 +31,7 @@ def most_waiting(sizes: Sizes, stages: int) -> int:
     """How many requests the pool of a policy with these sizes holds; 0 without one."""
     if not isinstance(sizes, OrcaSizes) or sizes.policy not in PREDICTING:
         return 0
-    per_slot = 1 if sizes.policy == FORESEEING else POOL_PER_SLOT
-    return per_slot * stages * sizes.max_batch_size
+    return POOL_PER_SLOT * stages * sizes.max_batch_size
 
 
 def first_reservation_of(prompt: int, most: int, expected: int | None, generated: int = 0) -> int:

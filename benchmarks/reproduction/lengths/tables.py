@@ -179,25 +179,28 @@ SCARCE = (
 
 def memory_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this part."""
+    parser.add_argument("--models", nargs="+", choices=sorted({s.model for s in SCARCE}))
+    parser.add_argument("--requests", nargs="+", type=int, default=MOST_REQUESTS)
     parser.add_argument("--rows", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="which rows and prompts are drawn")
     parser.add_argument("--data", type=Path, required=True, help="folder of the reference data")
 
 
 def run_memory(options: argparse.Namespace) -> None:
-    """Print a table for each setting: tokens per second by memory."""
+    """Print a table for each setting: tokens per second by memory; in brackets times blocks."""
     rows = recorded(options.data, options.rows, options.seed)
     chosen = contestants(rows, *predictions_of(rows, options.seed))
     for setting in SCARCE:
+        if options.models is not None and setting.model not in options.models:
+            continue
         pipeline = pipeline_for(setting, rows)
         print(f"\n{setting.model} on {setting.gpus} {setting.gpu}, {rows.name}:\n")
-        names = [each.name for each in chosen]
-        print(header(["requests", "token slots", *names]))
-        for requests in MOST_REQUESTS:
+        print(header(["requests", "token slots", *(each.name for each in chosen)]))
+        for requests in options.requests:
             memory = Memory(pipeline, requests * rows.longest)
             speeds = [each.best(memory, rows).tokens_per_s for each in chosen]
-            cells = [f"{speed:.0f}" for speed in speeds]
-            print(f"| {requests} | {memory.kv_tokens} | {' | '.join(cells)} |", flush=True)
+            cells = [f"{speed:.0f} ({speed / speeds[-1]:.2f})" for speed in speeds]
+            print(table_row([requests, memory.kv_tokens, *cells]), flush=True)
 
 
 ACCURACIES = (1.0, 0.986, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)

@@ -205,6 +205,9 @@ HOST_BYTES = 64 << 30
 """Host memory of each stage for keys and values of requests that were preempted."""
 SHARES = (0.5, 0.75, 1.0, 1.5, 2.0)
 """Sizes of micro-batches that are tried on pipelines, in even shares of the requests in flight."""
+BALANCED = 160
+"""Requests whose step takes an A100 as long to compute as to read the weights. With more at once a
+job is hardly faster, and its end longer; so on one stage these and twice as many are tried too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,14 +271,17 @@ class Contestant:
         return max(runs, key=lambda run: run.tokens_per_s)
 
     def _sizes(self, memory: Memory, rows: Rows) -> Iterator[int]:
-        """Requests of a micro-batch: all on one stage; shares of those in flight on several."""
+        """Requests of a micro-batch: on one stage all, and fewer where these are many; on several
+        shares of those in flight.
+        """
         stages = len(memory.pipeline.times)
         mean = float(rows.prompts.mean()) + (
             rows.limit if self.kind == "longest" else float(rows.answers.mean())
         )
         in_flight = min(len(rows), max(1, int(memory.kv_tokens / mean)))
         if stages == 1:
-            yield min(len(rows), 2 * in_flight)
+            most = min(len(rows), 2 * in_flight)
+            yield from sorted({min(most, BALANCED), min(most, 2 * BALANCED), most})
             return
         yield from sorted({max(1, round(share * in_flight / stages)) for share in SHARES})
 

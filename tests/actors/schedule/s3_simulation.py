@@ -91,9 +91,10 @@ class S3Simulation:
 
     def supervise(self) -> None:
         short = [e for e in self.of_state("ready") if e.written + self.part(e) > e.size]
+        larger = {each.arrival: self.larger(each) for each in short}
         while short:
             for each in list(short):
-                grown = self.larger(each)
+                grown = larger[each.arrival]
                 if self.reserved - each.size + grown <= self.n_slots:
                     each.size = grown
                     self.grown += 1
@@ -161,12 +162,12 @@ class S3Simulation:
 
 @dataclass
 class PeakSimulation(S3Simulation):
-    """The policy `s3`: ranges grow a little, the first that fits joins, and whether one fits is
-    found by going on token by token until its end.
+    """The policy `s3`: ranges grow a little, the first that fits joins, or the longest of those
+    that may end last; whether one fits is found by going on token by token until its end.
     """
 
     grows_by: int = 32
-    looked_at: int = 0
+    slots: int = 0
     expected_in_all: Counter[int] = field(default_factory=Counter)  # by half octaves
     was_less: Counter[int] = field(default_factory=Counter)
     is_settled: bool = False
@@ -180,7 +181,9 @@ class PeakSimulation(S3Simulation):
         self.is_settled = False
 
     def larger(self, each: SimRequest) -> int:
-        return min(each.size + self.grows_by, each.most)
+        in_flight = len(self.of_state("ready", "running"))
+        share = (self.n_slots - self.reserved) // (2 * in_flight)
+        return min(each.size + max(self.grows_by, share), each.most)
 
     def coming_back(self, each: SimRequest) -> int:
         self.is_settled = False
@@ -221,12 +224,29 @@ class PeakSimulation(S3Simulation):
     def fitting(self) -> SimRequest | None:
         waiting = self.of_state("waiting")
         held = [e for e in waiting if e.preempted or e.overtaken >= self.most_overtakes]
-        looked_at = [] if self.is_settled else held[:1] or waiting[: self.looked_at]
-        for each in looked_at:
-            if self.reserved + each.size <= self.n_slots and self.stays_within(each):
-                return each
-        self.is_settled = True
-        return None
+        looked_at = [] if self.is_settled else held[:1] or waiting
+        fit = [e for e in looked_at if self.reserved + e.size <= self.n_slots]
+        fit = [e for e in fit if self.stays_within(e)]
+        if not fit:
+            self.is_settled = True
+            return None
+        least = self.iterations([*self.of_state("ready", "running"), *looked_at])
+        last = [e for e in fit if self.at_most(e) >= least]
+        return max(last, key=lambda e: (self.at_most(e), -e.arrival)) if last else fit[0]
+
+    def at_most(self, each: SimRequest) -> int:
+        """As `to_come`, if what was learnt makes it no shorter."""
+        return max(self.expected[each.arrival] - 1 - each.generated, self.to_come(each))
+
+    def iterations(self, requests: list[SimRequest]) -> int:
+        """How many it takes to end them, if memory and micro-batches are full throughout."""
+        held = steps = 0
+        for each in requests:
+            left = self.to_come(each)
+            empty = min(self.grows_by // 2, left)
+            held += left * (each.prompt + each.generated + empty + left // 2)
+            steps += left
+        return max(held // self.n_slots, steps // self.slots)
 
     def joins(self, each: SimRequest) -> None:
         if not each.preempted:

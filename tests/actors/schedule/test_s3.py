@@ -103,7 +103,7 @@ class S3Machine(RuleBasedStateMachine):
             self.growing = mock.patch.object(peak, "GROWTH", growth)
             self.growing.start()
             self.scheduler: S3Scheduler = PeakScheduler(sizes, stages)
-            self.simulation = PeakSimulation(*numbers, grows_by=growth, looked_at=stages * batch)
+            self.simulation = PeakSimulation(*numbers, grows_by=growth, slots=stages * batch)
         else:
             self.scheduler = S3Scheduler(sizes, stages)
             self.simulation = S3Simulation(*numbers)

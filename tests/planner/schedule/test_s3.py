@@ -159,6 +159,26 @@ def test_the_longest_that_fits_goes_first() -> None:
     assert [p.index for p in passes if p.phase == "prefill"] == [0, 9, 16, 21]
 
 
+def test_a_long_answer_that_came_last_does_not_end_alone() -> None:
+    outputs = [10] * 40 + [60]
+    rows = JobRows([1] * 41, outputs, [70] * 41, outputs)
+    sizes = OrcaSizes(4, 1000, policy="s3")
+    first_come = OrcaSchedule(rows, replace(sizes, policy="orca"), 1)
+    steps = [len(list(each.passes())) for each in (first_come, PeakSchedule(rows, sizes, 1))]
+    even = sum(outputs) / 4
+    assert steps[1] < 1.15 * even < 1.35 * even < steps[0]
+
+
+def test_ranges_grow_by_more_where_memory_is_ample() -> None:
+    rows = JobRows([1] * 8, [200] * 8, [201] * 8, [200] * 8)
+    grown = []
+    for n_slots in (1700, 10_000):
+        schedule = PeakSchedule(rows, OrcaSizes(8, n_slots, policy="s3"), 1)
+        list(schedule.passes())
+        grown.append(schedule.grown)
+    assert 8 <= grown[1] < grown[0] < 8 * 200 / peak.GROWTH
+
+
 def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(SpecError, match=r"needs 9 token slots, but there are 8 in all"):
         S3Schedule(JobRows([5], [4], None, [1]), OrcaSizes(1, 8, policy="s3-published"), 1)
