@@ -120,7 +120,11 @@ class ObservedRequests:
         surplus = self._weights * (exceed - usual[alike])
         parts = [float(each.sum()) for each in np.array_split(surplus, _ERROR_PARTS)]
         share = 2 * sqrt(_ERROR_PARTS) * float(np.std(parts, ddof=1))
-        return (self.latency_s(quantile + share) - self.latency_s(quantile - share)) / 2
+        # among those alike, its place is a matter of chance; beyond them answers are others
+        place, at_s = sqrt(_ALIKE) / len(exceed), self.latency_s(quantile)
+        beside_s = at_s - self.latency_s(quantile - place), self.latency_s(quantile + place) - at_s
+        spread_s = self.latency_s(quantile + share) - self.latency_s(quantile - share)
+        return max(spread_s / 2, min(beside_s))
 
     @cached_property
     def _weights(self) -> FloatArray:
