@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,26 +31,27 @@ def plan_file(plan: Plan, tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_rows_of_a_server_and_results_at_a_url(
     tiny: tuple[Path, Any],
-    plan_file: Path,
+    one_stage: Plan,
     tmp_path: Path,
     server: ObjectServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Rows that are the same are computed once, and a start anew finds all done."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    one_stage.save(tmp_path / "plan.json")
     rows = [{"custom_id": f"q{i}", "prompt": [5 + i % 3] * 3, "topic": i} for i in range(9)]
     server.objects["/rows.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows).encode()
     server.faults = [503, "cut"]
-    command = [sys.executable, "-m", "llmpq", "run", "--plan", str(plan_file), "--dedupe"]
-    command += ["--max_new_tokens", str(NEW_TOKENS), "--input", server.url("/rows.jsonl")]
-    command += ["--output", f"file://{tmp_path}/there/results.jsonl"]
-    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    arguments = ["--plan", str(tmp_path / "plan.json"), "--input", server.url("/rows.jsonl")]
+    arguments += ["--output", f"file://{tmp_path}/there/results.jsonl"]
+    arguments += ["--dedupe", "--max_new_tokens", str(NEW_TOKENS)]
     for _ in range(2):
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=240, check=False
-        )
-        assert done.returncode == 0, done.stderr
-    assert "all 9 rows are done" in done.stderr
+        assert run_cli.main(arguments) == 0, capsys.readouterr().err
+    assert "all 9 rows are done" in capsys.readouterr().err
     lines = (tmp_path / "there" / "results.jsonl").read_text().splitlines()
     results = {each["custom_id"]: each for each in map(json.loads, lines)}
     assert len(lines) == len(results) == 9

@@ -4,20 +4,16 @@ every policy, as stages die, and as over HTTP.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmpq import Cluster, Plan, Workload
-from tests.llmpq.divided_plans import divided_plan
-from tests.llmpq.run.test_structured_run import CLUSTER
+from llmpq import Plan
+from tests.llmpq.run.demo_runs import demo_plan, divided_demo_plan, kill_sampler
 from tests.paths import DEMO_MODEL
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -50,11 +46,8 @@ MIXED: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
-    path.write_text(CLUSTER)
-    options = {"bits": [16], "dtype": "float32", "keep_all_devices": True, "theta": 1.0}
-    return Cluster.from_yaml(path).plan(DEMO_MODEL, Workload(6, 256, TOKENS), **options)
+def plan() -> Plan:
+    return demo_plan(256, TOKENS)
 
 
 @cache
@@ -110,33 +103,33 @@ def results_of(
     return found
 
 
-def test_they_are_those_of_the_model_under_all_policies_and_after_faults(plan: Plan) -> None:
-    """Prompts come in parts, next to others that share heads; what samples is killed; at last
-    some stages prefill for others.
-    """
-    killed: list[int] = []
+def check_rows(found: dict[str, dict[str, Any]]) -> None:
+    assert {name: result["error"] for name, result in found.items()} == {
+        row["custom_id"]: None for row in ROWS
+    }
+    for row in ROWS:
+        assert_are_the_models(row, found[row["custom_id"]])
+
+
+def test_they_are_those_of_the_model_after_a_fault(plan: Plan) -> None:
+    """Prompts come in parts, next to others that share heads; what samples is killed."""
+    killed: set[int] = set()
 
     def kill(session: Any, done: int) -> None:
         if done >= 4 and not killed:
-            stage = session._shared.stages.of(plan.spec).stages[-1]
-            pid = ray._private.state.actors()[stage.actor_ids[0]]["Pid"]
-            os.kill(pid, signal.SIGKILL)
-            killed.append(pid)
+            kill_sampler(session, plan, killed)
 
-    def nothing(session: Any, done: int) -> None: ...
-
-    parts = Plan(divided_plan(DEMO_MODEL, (0.1,), (0.1,), lengths=(256, TOKENS), theta=1.0))
-    for found in (
-        results_of(plan, ROWS, nothing, policy="static"),
-        results_of(plan, ROWS, kill, policy="orca", prefill_chunk_tokens=30),
-        results_of(parts, ROWS, nothing),
-    ):
-        assert {row["custom_id"]: found[row["custom_id"]]["error"] for row in ROWS} == {
-            row["custom_id"]: None for row in ROWS
-        }
-        for row in ROWS:
-            assert_are_the_models(row, found[row["custom_id"]])
+    check_rows(results_of(plan, ROWS, kill, policy="orca", prefill_chunk_tokens=30))
     assert killed
+
+
+def test_they_are_those_of_the_model_where_stages_prefill_for_others() -> None:
+    check_rows(results_of(divided_demo_plan(256, TOKENS), ROWS, lambda *_: None))
+
+
+@pytest.mark.rare  # `test_rows_of_all_kinds` runs under it too
+def test_they_are_those_of_the_model_in_batches(plan: Plan) -> None:
+    check_rows(results_of(plan, ROWS, lambda *_: None, policy="static"))
 
 
 def test_rows_of_all_kinds(plan: Plan) -> None:

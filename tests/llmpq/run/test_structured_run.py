@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-import ray
 import regex
 
-from llmpq import Cluster, Plan, Workload
+from llmpq import Plan
 from llmpq.cli.run_options import run_options, run_parser
 from llmpq.run.options import RunOptions
 from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
-from tests.llmpq.divided_plans import divided_plan
-from tests.paths import DEMO_MODEL
+from tests.llmpq.run.demo_runs import demo_plan, divided_demo_plan, kill_sampler
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -55,12 +51,6 @@ BAD = [
     {"custom_id": "type", "prompt": "a", "guided_json": {"type": "blurb"}},
     {"custom_id": "empty", "prompt": [1], "guided_regex": "a[^\\s\\S]"},
 ]
-CLUSTER = """
-name: two-emulated
-nodes: [{name: a, accelerators: {T4: 2}, usable_memory_gib: 0.1}]
-network: {internode_gbit_per_s: 100}
-emulate: {time_scale: 0}
-"""
 
 
 def is_json(text: str) -> bool:
@@ -79,11 +69,29 @@ FITS: list[Callable[[str], Any]] = [
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
-    path.write_text(CLUSTER)
-    options = {"bits": [16], "dtype": "float32", "keep_all_devices": True, "theta": 1.0}
-    return Cluster.from_yaml(path).plan(DEMO_MODEL, Workload(6, 16, TOKENS), **options)
+def plan() -> Plan:
+    return demo_plan(16, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(plan: Plan) -> dict[str, str]:
+    return answers(plan, nothing, policy="static")
+
+
+def nothing(session: Any, done: int) -> None: ...
+
+
+@pytest.fixture
+def kill(plan: Plan) -> Iterator[Callable[[Any, int], None]]:
+    """Kills what samples, and again once it is another process."""
+    killed: set[int] = set()
+
+    def kill(session: Any, done: int) -> None:
+        if done in (6, 12):
+            kill_sampler(session, plan, killed)
+
+    yield kill
+    assert killed
 
 
 def answers(plan: Plan, told: Callable[[Any, int], None], **options: Any) -> dict[str, str]:
@@ -131,32 +139,27 @@ def test_a_jobs_form_that_cannot_be_kept_is_told_before_anything_runs(
         RunOptions.of({"json_schema": file, "structured_outputs": {"regex": "a"}})
 
 
-def test_answers_have_their_forms_under_all_policies_and_after_faults(
-    plan: Plan, tmp_path: Path
+def test_answers_have_their_forms_after_faults(
+    plan: Plan, kill: Callable[[Any, int], None], expected: dict[str, str]
 ) -> None:
-    """What samples is killed under orca and under s3, where all are expected to be short and are
-    preempted, and again once it is another process. Then by turns (RRA); at last some stages
-    prefill for others, and choose the first token.
-    """
-    killed: set[int] = set()
+    assert answers(plan, kill, policy="orca", prefill_chunk_tokens=3) == expected
 
-    def kill(session: Any, done: int) -> None:
-        if done in (6, 12):
-            stage = session._shared.stages.of(plan.spec).stages[-1]
-            pid = ray._private.state.actors()[stage.actor_ids[0]]["Pid"]
-            if pid not in killed:  # else twelve rows were done before anybody noticed
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
 
-    def nothing(session: Any, done: int) -> None: ...
+def test_stages_that_prefill_for_others_choose_the_first_token(expected: dict[str, str]) -> None:
+    assert answers(divided_demo_plan(16, TOKENS), nothing) == expected
 
+
+@pytest.mark.rare
+def test_answers_have_their_forms_when_they_are_preempted(
+    plan: Plan, kill: Callable[[Any, int], None], expected: dict[str, str], tmp_path: Path
+) -> None:
+    """Under s3, where all are expected to be short."""
     trace = tmp_path / "short.csv"
     trace.write_text("custom_id,expected_tokens\n" + "".join(f"{n},2\n" for n in range(24)))
-    expected = answers(plan, nothing, policy="static")
-    assert answers(plan, kill, policy="orca", prefill_chunk_tokens=3) == expected
     assert answers(plan, kill, policy="s3", predictor=f"trace:{trace}") == expected
-    assert len(killed) >= 2
+
+
+@pytest.mark.rare
+def test_answers_have_their_forms_by_turns(plan: Plan, expected: dict[str, str]) -> None:
     turns = PolicyOptions("exegpt", schedule=RequestSchedule("rra", 4, 9, 3, 3, 2, 8.0))
     assert answers(Plan(replace(plan.spec, policy=turns)), nothing) == expected
-    parts = divided_plan(DEMO_MODEL, (0.1,), (0.1,), lengths=(16, TOKENS), theta=1.0)
-    assert answers(Plan(parts), nothing) == expected
