@@ -2,6 +2,7 @@
 
     python -m benchmarks.reproduction.orca emulated [--models 13B 175B 341B]
                                        [--at_ms 190] [--degree 1]
+    python -m benchmarks.reproduction.orca emulated --models demo --profiles profile.csv
 
 The product's scheduler and live run drive stages that take the seconds of the planner's latency
 model. Nothing waits and nothing is random but by seed, so that the tables are the same everywhere.
@@ -13,15 +14,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+
+import numpy as np
 
 from actors.schedule.orca import OrcaScheduler, orca_sizes
 from actors.schedule.scheduler import Scheduler
 from benchmarks.lab import header, table_row
 from benchmarks.reproduction.orca.pipelines import (
+    CPUS,
     MOST_BATCH,
     SETTINGS,
     ModelledPipeline,
@@ -168,7 +172,8 @@ LOADS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this part."""
     names = [setting.model for setting in SETTINGS]
-    parser.add_argument("--models", nargs="+", default=names, choices=names)
+    parser.add_argument("--models", nargs="+", default=names, choices=[*names, CPUS.model])
+    parser.add_argument("--profiles", help="file of `llmpq profile`, for the model on two CPUs")
     parser.add_argument("--traces", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--requests", type=int, default=1000, help="of orca's trace")
     parser.add_argument("--fewer", type=int, default=300, help="of the baseline's, its beginning")
@@ -187,16 +192,16 @@ def run(options: argparse.Namespace) -> None:
         )
     )
     curves: list[str] = []
-    for setting in SETTINGS:
+    for setting in (*SETTINGS, replace(CPUS, profiles=options.profiles)):
         if setting.model not in options.models:
             continue
-        if options.degree is not None:
+        if options.degree is not None and not setting.is_cpu:
             setting = replace(setting, degree=options.degree)
         for kind in options.traces:
             lengths = lengths_of(kind, options.requests, options.seed, options.data)
             line, more = compared(setting, kind, lengths, options)
             print(line, flush=True)
-            curves += more if kind == "uniform" else []
+            curves += more if kind == "uniform" or setting.is_cpu else []
     print("\n".join(["", *curves]))
 
 
@@ -234,14 +239,28 @@ def compared(
         f"{peaks[0]:.3g}, {peaks[1]:.3g}",
         f"{peaks[0] / peaks[1]:.1f}",
     ]
-    return table_row(cells), list(curve_lines(setting, kind, orca, baseline, loads[1]))
+    lines = curve_lines(setting, kind, orca, baseline, loads[1])
+    return table_row(cells), [*lines, work_line(pipeline, lengths)]
+
+
+def work_line(pipeline: ModelledPipeline, lengths: Sequence[Lengths]) -> str:
+    """What a request of mean lengths costs the slower stage, alone and beside others."""
+    prompt, new = (round(mean(each)) for each in zip(*map(astuple, lengths), strict=True))
+    prefill_s = max(each.compute_s(False, np.array([prompt])) for each in pipeline.times)
+    parts = [f"its prompt {1e3 * prefill_s:.0f} ms"]
+    for size in (1, 8, pipeline.setting.most_batch):
+        contexts = np.full(size, prompt + new // 2)
+        step_s = max(each.compute_s(True, contexts) for each in pipeline.times)
+        parts.append(f"its {new - 1} steps {1e3 * step_s * (new - 1) / size:.0f} ms among {size}")
+    return f"A request of {prompt} and {new} tokens on the slower stage: {', '.join(parts)}.\n"
 
 
 def curve_lines(
     setting: Setting, kind: str, orca: Curve, baseline: Curve, unit_per_s: float
 ) -> Iterator[str]:
     """Markdown: median normalized latency of both by load."""
-    yield f"{setting.model} (beside the paper's {setting.paper}), {kind}:\n"
+    beside = f" (beside the paper's {setting.paper})" if setting.paper else ""
+    yield f"{setting.model}{beside}, {kind}:\n"
     yield header(f"req/s | {orca.policy.label} ms a token | {baseline.policy.label} ms a token")
     for factor in LOADS:
         per_s = factor * unit_per_s

@@ -1,4 +1,5 @@
-"""Plans for models like those of ORCA's table 1, on pipelines of its A100-40GB."""
+"""Plans for models like those of ORCA's table 1, on pipelines of its A100-40GB, and for a small one
+on two CPUs."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from benchmarks.reproduction.orca.traces import Lengths
 from planner.cluster.spec import ClusterSpec
 from planner.costs.pass_times import PassTable, occupied_stages
 from planner.explanation.planned_assignment import planned_assignment
+from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import PlanSpec
 from planner.search.find import PricedPlan, find_plan
 from planner.workload import MicroBatches, Workload
+from quant.checkpoint.model_reference import DEMO
 from quant.common.errors import InfeasibleError
 
 GPU = "A100-SXM4-40GB"
@@ -30,8 +33,9 @@ MOST_BATCH = 128
 class Setting:
     """A model, its GPUs, and the model of the paper in whose place it is.
 
-    A stage is a tensor-parallel group of `degree` GPUs of a node. Times are tabulated for
-    micro-batches of up to `most_batch` requests.
+    A stage is a tensor-parallel group of `degree` GPUs of a node, or a CPU of one thread, whose
+    times are those of `profiles`, a file. Times are tabulated for micro-batches of up to
+    `most_batch` requests.
     """
 
     model: str
@@ -40,8 +44,15 @@ class Setting:
     gpu: str = GPU
     most_batch: int = MOST_BATCH
     degree: int = 1
+    profiles: str | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.gpu == "CPU"
 
 
+CPUS = Setting(DEMO, 2, "", gpu="CPU", most_batch=32)
+"""SmolLM2-135M on two stages."""
 SETTINGS = (
     Setting("13B", 1, "13B on 1 GPU"),
     Setting("opt-66b", 8, "101B on 8 GPUs", degree=8),
@@ -83,8 +94,9 @@ def modelled_pipeline(setting: Setting, longest: Lengths) -> ModelledPipeline:
 def _priced(setting: Setting, longest: Lengths, in_flight: int) -> PricedPlan | None:
     firsts = range(0, setting.gpus, GPUS_A_NODE)
     counts = [min(GPUS_A_NODE, setting.gpus - first) for first in firsts]
+    given = {"threads": 1, "memory_gib": 4} if setting.is_cpu else {}
     nodes = [
-        {"name": f"node{first}", "accelerators": {setting.gpu: count}}
+        {"name": f"node{first}", "accelerators": {setting.gpu: count}, **given}
         for first, count in zip(firsts, counts, strict=True)
     ]
     network = {"internode_gbit_per_s": NETWORK_GBIT_PER_S}
@@ -92,7 +104,8 @@ def _priced(setting: Setting, longest: Lengths, in_flight: int) -> PricedPlan | 
     options = PlanOptions(
         bits=(16,),
         theta=0.0,
-        dtype="float16",
+        dtype="auto" if setting.is_cpu else "float16",
+        profiles=setting.profiles,
         head="last",
         method="uniform" if setting.degree == 1 else "auto",
         tensor_parallel=setting.degree,
@@ -100,8 +113,9 @@ def _priced(setting: Setting, longest: Lengths, in_flight: int) -> PricedPlan | 
         prefill_micro_batch=min(PREFILL_MICRO_BATCH, in_flight),
     )
     workload = Workload(in_flight, longest.prompt, longest.new)
+    shape = model_shape(setting.model) if setting.is_cpu else shape_named(setting.model)
     try:
-        return find_plan(cluster, shape_named(setting.model), setting.model, workload, options)
+        return find_plan(cluster, shape, setting.model, workload, options)
     except InfeasibleError:
         return None
 
