@@ -40,7 +40,7 @@ from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.problem import JobPasses
 from planner.options import AUTO, PlanOptions, quality_of
 from planner.plan.builder import build_plan
-from planner.plan.kv_copies import warned_of_heads
+from planner.plan.kv_copies import warn_of_handover, warned_of_heads
 from planner.plan.origin import origin_of
 from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec, Role, StagePlan
@@ -165,6 +165,7 @@ def find_bounded_plan(
         origin = origin_of(cluster, options, files_of_costs(options))
         plan = replace(plan, origin=origin, importance=importance)
         if not warned_of_heads(plan):
+            warn_of_handover(plan)
             return plan
         options = options.without_heads
         request = replace(request, lengths=with_heads(request.lengths, options))

@@ -22,9 +22,8 @@ from planner.model.shape import ModelShape
 from planner.optimiser.assignment import Assignment
 from planner.options import AUTO, PlanOptions
 from planner.plan.builder import Solution
-from planner.plan.kv_copies import host_tokens
+from planner.plan.kv_copies import handed_over_tokens, host_tokens
 from planner.plan.spec import PlanSpec, parts_of
-from planner.schedule.turns import WAITING
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Job
@@ -33,9 +32,6 @@ from quant.common.errors import InfeasibleError, SpecError
 SAMPLING_ERROR = 0.03
 """By which the mean prompt of a few hundred rows may be off. Where token slots are short, turns are
 smaller; a tenth of them is in use only while groups are larger than in the mean."""
-
-MOVING = 1
-"""Turns whose keys and values are on their way from stages that prefill to stages that decode."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +72,6 @@ class RunningSizes:
         # independent lengths, and all new tokens
         each = stages.request.lengths.prompts.mean + stages.job.lengths.longest_output
         return in_flight * each <= (1 + SAMPLING_ERROR) * self.reservable_tokens
-
-
-def handed_over_tokens(schedule: RequestSchedule, stages: int, mean_prompt: float) -> float:
-    """Prompt tokens in host memory or soon there: a turn a stage that prefills, those that wait or
-    are on their way.
-    """
-    return (stages + WAITING + MOVING) * schedule.prefill_requests * mean_prompt
 
 
 def placements_of(

@@ -18,6 +18,8 @@ from planner.costs.stored_bytes import HEAD_SHARE, LEAST_HEAD_TOKENS, kept_of_re
 from planner.lengths import FloatArray
 from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec, StagePlan, parts_of
+from planner.schedule.turns import WAITING
+from planner.scheduling import RequestSchedule
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import FULL_BITS
@@ -25,6 +27,9 @@ from quant.scheme import FULL_BITS
 HOST_SHARE = 0.5
 """Share of a node's memory that its stages may park in: loading and Ray's object store need the
 rest."""
+
+MOVING = 1
+"""Turns whose keys and values are on their way from stages that prefill to stages that decode."""
 
 UNSTATED_BYTES = 4 * 2**30
 """Bytes of each device's host memory where the cluster file does not state any: what vLLM takes for
@@ -80,6 +85,30 @@ def warned_of_heads(plan: PlanSpec) -> bool:
         stacklevel=2,
     )
     return True
+
+
+def handed_over_tokens(schedule: RequestSchedule, stages: int, mean_prompt: float) -> float:
+    """Prompt tokens in host memory or soon there: a turn a stage that prefills, those that wait or
+    are on their way.
+    """
+    return (stages + WAITING + MOVING) * schedule.prefill_requests * mean_prompt
+
+
+def warn_of_handover(plan: PlanSpec) -> None:
+    """Warn where prompts that wait to decode have no room; forecasts are of hosts that have it."""
+    if plan.prefill_plan is None:
+        return
+    schedule = plan.policy.followed_schedule
+    stages = len(plan.prefill_plan.stages)
+    wanted = round(handed_over_tokens(schedule, stages, schedule.mean_prompt_tokens))
+    room = min(host_tokens(part) for part in parts_of(plan))
+    if room < wanted:
+        warnings.warn(
+            f"prompts that wait to decode have {wanted:,} tokens, but the hosts' memory has room "
+            f"for {room:,}, so that fewer requests/s may come than are planned: state more "
+            "host_memory_gib",
+            stacklevel=2,
+        )
 
 
 def _cluster(plan: PlanSpec) -> ClusterSpec | None:

@@ -4,6 +4,7 @@ within what either kind of stages was given.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from planner.latency_bound.timeline import Performance
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
+from planner.plan.kv_copies import warn_of_handover
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
@@ -64,6 +66,16 @@ def longer(plan: PlanSpec) -> PlanSpec:
 def again(plan: PlanSpec, measured: RequestLengths) -> PlanSpec:
     assert plan.origin is not None
     return reschedule(plan, SHAPE, plan.origin.options, measured)
+
+
+def test_prompts_that_wait_without_room_are_told(plan: PlanSpec) -> None:
+    """The hosts of the cluster state no memory, of which 4 GiB are taken."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_handover(plan)
+    crowded = replace(schedule_of(plan), prefill_requests=1000)
+    with pytest.warns(UserWarning, match=r"wait to decode have .* tokens.*host_memory_gib"):
+        warn_of_handover(following(plan, crowded))
 
 
 def schedule_of(plan: PlanSpec) -> RequestSchedule:
