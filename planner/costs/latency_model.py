@@ -150,10 +150,8 @@ def behind_head(
 
 
 class DerivedLatency(LatencyModel):
-    """Times of `model`, changed by what a subclass is made with: `own`."""
-
     def __init__(self, model: LatencyModel, *own: Any) -> None:
-        self.model, self._own = model, own
+        self.model, self._own = model, own  # all that a subclass is made with
         self.shape = model.shape
 
     def _of_kind(self, kind: int) -> LatencyModel:
@@ -224,8 +222,7 @@ class RememberedLatency(DerivedLatency):
     ) -> LayerSeconds:
         key = device.time_kind, bits, phase, micro_batch, length, dtype
         if key not in self._layers:
-            workload = bits, phase, micro_batch, length, dtype
-            self._layers[key] = self.model.layer_seconds(device, *workload)
+            self._layers[key] = self.model.layer_seconds(device, *key[1:])
         return self._layers[key]
 
     def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:
@@ -279,8 +276,7 @@ class MicroBatchTimes:
         context = workload.prompt_length + workload.new_tokens // 2
         prompts = ((workload.prompt_length, 1.0),)
         prefills = ceil(workload.global_batch / sizes.prefill)
-        both = sizes.prefill, sizes.decode
-        return cls(latency, *both, prompts, context, workload.heads, prefills)
+        return cls(latency, sizes.prefill, sizes.decode, prompts, context, workload.heads, prefills)
 
     @classmethod
     def of_job(cls, latency: LatencyModel, job: Job, passes: JobPasses) -> MicroBatchTimes:

@@ -299,7 +299,7 @@ def _streams_from(
     return None
 
 
-CPU_GUESS = "a guess: runs on a CPU took 4 to 14 times as long as such plans foretold"
+CPU_GUESS = "a guess: runs on a CPU took 2 to 5 times as long as such plans foretold"
 """What `benchmarks.speed.plans --no_measuring` showed on one without AVX-512."""
 
 

@@ -156,12 +156,8 @@ def run_divided(plan: PlanSpec, scheduled: Scheduled, drawn: Sequence[DrawnReque
         for driver in (prefill, decode):
             while driver.submit_next() is not None:
                 pass
-        heads = [
-            (then.backs_s[0], 0) if then.backs_s else (np.inf, 0),
-            (moving[0][0], 1) if moving else (np.inf, 1),
-            (first.backs_s[0], 2) if first.backs_s else (np.inf, 2),
-        ]
-        now_s, side = min(heads)
+        backs_s = then.backs_s, [each[0] for each in moving[:1]], first.backs_s
+        now_s, side = min((each[0] if each else np.inf, i) for i, each in enumerate(backs_s))
         if now_s == np.inf:
             return run
         first.now_s = then.now_s = now_s
