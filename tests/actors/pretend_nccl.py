@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 Call = tuple[object, tuple[Tensor, ...]]  # what it is, and its tensor
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from actors.attention.timer import AttentionTimer
 from actors.profiling.beside import others_busy
 from actors.profiling.layers import TimedLayers, longest_range
 from actors.profiling.loading import LoadTask, time_loading
-from actors.profiling.task import ProfileTask, ReferenceWork, _Passes, measure
+from actors.profiling.task import ProfileTask, ReferenceTimes, ReferenceWork, _Passes, measure
 from actors.stage.model_config import config_of_values
 from llmpq.profile.layers import timed_kinds
 from planner.costs.stored_bytes import layer_weight_bytes
@@ -166,21 +167,36 @@ def test_prompts_of_unlike_lengths_are_a_workload() -> None:
     assert layers.kv_bytes(prompts) == layers.kv_bytes(LayerWorkload("prefill", 1, 41))
 
 
-def test_attention_grows_with_the_square_of_the_length_and_the_rest_with_the_length(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Measured here: four heads of 16, beside which the linears of a layer are small. The clock
-    is that of the thread, which stands still while other processes have the core.
+class Operations(TorchDispatchMode):
+    """Counts those of the products of linears and of attention, of all tokens with all."""
+
+    count = 0.0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.linear.default:
+            self.count += 2 * args[0].numel() * len(args[1])
+        elif function is torch.ops.aten.scaled_dot_product_attention.default:
+            self.count += 4 * args[0].numel() * args[1].shape[-2]
+        return function(*args, **(kwargs or {}))
+
+
+def test_attention_and_the_rest_of_a_layer_come_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that shows the operations until now: those of attention grow with the square of
+    the length, those of linears with the length.
     """
-    monkeypatch.setattr(time, "perf_counter", time.thread_time)
-    todo = {16: tuple(LayerWorkload("prefill", 1, length) for length in (1024, 4096))}
-    *_, state = measure(ProfileTask(TINY, "float32", todo, threads=1, rounds=7))
-    short, long = sorted(state.measured, key=lambda each: each.workload.length)
-    assert short.attention_s is not None
-    assert long.attention_s is not None
-    assert 9 < long.attention_s / short.attention_s < 25
-    rest_s = [each.seconds - (each.attention_s or 0.0) for each in (short, long)]
-    assert 2 < rest_s[1] / rest_s[0] < 7
+    todo = {16: tuple(LayerWorkload("prefill", 1, length) for length in (256, 1024))}
+    with Operations() as done:
+        monkeypatch.setattr(time, "perf_counter", lambda: done.count)
+        monkeypatch.setattr(ReferenceWork, "run", lambda _: ReferenceTimes(1.0, 1.0))
+        *_, state = measure(ProfileTask(TINY, "float32", todo, threads=1, rounds=1))
+    width, inner, keys = TINY["hidden_size"], TINY["intermediate_size"], 32
+    for each in state.measured:
+        length = each.workload.length
+        linears = 2 * length * width * (2 * width + 2 * keys + 3 * inner)
+        assert each.attention_s == pytest.approx(4 * width * length**2)
+        assert each.seconds == pytest.approx(4 * width * length**2 + linears)
 
 
 def test_what_stands_before_is_filled() -> None:
@@ -250,13 +266,16 @@ def test_a_task_measures_every_workload_or_says_what_is_left(
     assert [s.left for s in measure(task)] == [3, 2, 1, 0, 0], "one by one where there is no room"
 
 
-def test_a_head_takes_longer_for_more_rows() -> None:
+def test_a_head_takes_longer_for_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     todo = {16: tuple(LayerWorkload("decode", rows, 0) for rows in (1, 256))}
-    wide = TINY | {"vocab_size": 32768}
-    *_, state = measure(ProfileTask(wide, "float32", todo, threads=1, rounds=9, is_head=True))
-    few, many = sorted(state.measured, key=lambda each: each.workload.batch_size)
-    assert (few.attention_s, few.experts_s) == (None, None)
-    assert many.raw_s > 3 * few.raw_s
+    with Operations() as done:
+        monkeypatch.setattr(time, "perf_counter", lambda: done.count)
+        monkeypatch.setattr(ReferenceWork, "run", lambda _: ReferenceTimes(1.0, 1.0))
+        *_, state = measure(ProfileTask(TINY, "float32", todo, threads=1, rounds=1, is_head=True))
+    for each in state.measured:
+        assert (each.attention_s, each.experts_s) == (None, None)
+        rows = each.workload.batch_size
+        assert each.raw_s == pytest.approx(2 * rows * TINY["hidden_size"] * TINY["vocab_size"])
 
 
 @pytest.mark.rare

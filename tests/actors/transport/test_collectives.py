@@ -21,7 +21,7 @@ DEGREE = 3
 WIDTHS = (4, 2, 3)
 
 
-def over_gloo(degree: int, timeout_s: float = 20.0) -> list[RankGroup]:
+def over_gloo(degree: int, timeout_s: float = 120.0) -> list[RankGroup]:
     store = torch.distributed.HashStore()
     seats = [Seat(rank, degree, CPU, timeout_s=timeout_s) for rank in range(degree)]
     with ThreadPoolExecutor(degree) as pool:
@@ -95,11 +95,11 @@ def test_the_next_order_may_come_late_but_not_the_end_of_rank_0() -> None:
         order = pool.submit(second.broadcast_bytes, None)
         with pytest.raises(TimeoutError):
             order.result(1.5)
-        assert first.broadcast_bytes(b"late") == order.result(10) == b"late"
+        assert first.broadcast_bytes(b"late") == order.result(120) == b"late"
         order = pool.submit(second.broadcast_bytes, None)
         del first
         with pytest.raises(StageLostError, match="rank 1 of 2 lost another one"):
-            order.result(10)
+            order.result(120)
 
 
 def test_who_does_not_know_the_secret_is_no_rank() -> None:
@@ -108,7 +108,7 @@ def test_who_does_not_know_the_secret_is_no_rank() -> None:
     with ThreadPoolExecutor(2) as pool:
         for meeting in [pool.submit(DistributedGroup, seat, store) for seat in seats]:
             with pytest.raises(DeviceError, match=r"did not meet.*not the one that was invited"):
-                meeting.result(20)
+                meeting.result(120)
 
 
 def test_ranks_meet_in_a_folder_that_only_this_user_reads() -> None:

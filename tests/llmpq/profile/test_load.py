@@ -45,5 +45,6 @@ def test_ended_children_are_no_others() -> None:
         meanwhile = CpuTimes.now()
     if meanwhile.passed_s == 0.0:
         pytest.skip("this kernel does not count")
-    assert meanwhile.own_s - after.own_s < 0.1
-    assert meanwhile.others_since(after) > 0.1 / (os.cpu_count() or 1)
+    assert meanwhile.own_s - after.own_s < 0.5
+    assert meanwhile.worked_s - after.worked_s > 0.4
+    assert meanwhile.others_since(after) > 0

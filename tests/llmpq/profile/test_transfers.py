@@ -73,7 +73,7 @@ def test_hops_are_timed_both_ways_and_only_once(
     assert {(row.way, row.payload_bytes) for row in rows} == {
         (way, size) for way in ("gloo", "ray") for size in PAYLOADS_BYTES
     }
-    assert all(0 < row.seconds < 1 and row.place == "node" for row in rows)
+    assert all(row.seconds > 0 and row.place == "node" for row in rows)
     assert any("not measured: the Ray cluster has one node only" in line for line in told)
     assert read_measured(links_path(tmp_path / "t.csv"), LinkRow) == rows
     told.clear()
@@ -130,7 +130,7 @@ def test_sums_of_two_processes_are_timed_only_once(
     rows = profile_sums(tmp_path / "t.csv", cluster, told.append)
     assert told == ["sums of 2 CPU"]
     assert [(row.degree, row.summed_bytes) for row in rows] == [(2, size) for size in SUMMED_BYTES]
-    assert all(0 < row.seconds < 10 and row.repetitions == 5 for row in rows)
+    assert all(row.seconds > 0 and row.repetitions == 5 for row in rows)
     assert read_measured(sums_path(tmp_path / "t.csv"), SumRow) == rows
     (fit,) = fit_sums(rows)
     assert fit.s_per_byte > 0

@@ -78,12 +78,11 @@ def test_figures_are_those_of_each_call(session: Session, plan: Plan) -> None:
     for results, lengths in ((whole, LENGTHS), (half, LENGTHS[:5])):
         assert results.summary is not None
         assert results.summary.generated_tokens == NEW_TOKENS * len(lengths)
-        assert results.summary.load_s < 2
         assert len(results.summary.stages) == len(plan.stages)
         for stage in results.summary.stages:
             assert stage.prefill_tokens == sum(lengths)
             assert stage.decode_tokens == (NEW_TOKENS - 1) * len(lengths)
-            assert 0 < stage.busy_s < 60
+            assert stage.busy_s > 0
 
 
 def test_a_call_that_is_left_gives_up_what_is_in_flight(
