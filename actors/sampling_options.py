@@ -10,6 +10,7 @@ from typing import Any
 
 from planner.option_rules import declared, flag, option
 from quant.common.errors import FieldError
+from quant.common.json_text import loads
 from quant.common.text import INCOMPLETE
 
 REPETITION_PENALTIES = (0.01, 100.0)
@@ -247,10 +248,9 @@ def _checked_kind(kind: str, value: Any) -> Any:
 
 def _read(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = "it nests too deeply" if isinstance(error, RecursionError) else error
-        raise FieldError(FORM, f"is no JSON ({what}): {reason}") from error
+        return loads(text)
+    except ValueError as error:
+        raise FieldError(FORM, f"is no JSON ({what}): {error}") from error
 
 
 def _is_token_id(key: object) -> bool:

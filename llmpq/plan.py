@@ -4,7 +4,6 @@ pipelines that share the rows of a job.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +46,7 @@ from planner.simulation.pictures import write_chrome_trace, write_gantt
 from planner.simulation.simulation import Simulated
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import LlmpqError, SpecError
+from quant.common.json_text import loads
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -329,7 +329,7 @@ class Fleet(Runs):
 def load_plan(path: str | Path) -> Plan | Fleet:
     """Read the file of a plan or of a fleet; raises `SpecError` naming file and field."""
     try:
-        content = json.loads(read(path))
-    except (ValueError, RecursionError):  # said with its place by the reader of plans
+        content = loads(read(path))
+    except ValueError:  # said with its place by the reader of plans
         return Plan.load(path)
     return Fleet.load(path) if is_fleet(content) else Plan.load(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from quant.checkpoint.stored_config import CONFIG_FILE, CONFIG_KEY, GENERATION_C
 from quant.checkpoint.text_part import TEXT_SECTION, text_entries
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import MAX_BYTES, read_json_object
+from quant.common.json_text import loads
 from quant.common.text import library_reason, printable
 
 if TYPE_CHECKING:  # commands read end tokens before they import torch
@@ -265,7 +265,7 @@ def _ids(tokens: Iterable[tuple[Any, Any]]) -> Mapping[str, int]:
 def _entries(path: Path) -> dict[str, Any]:
     """The entries of the JSON object at `path`, none where there is no such file."""
     try:
-        values = json.loads(path.read_bytes()) if path.stat().st_size <= MAX_BYTES else None
-    except (OSError, ValueError, RecursionError):
+        values = loads(path.read_bytes()) if path.stat().st_size <= MAX_BYTES else None
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -40,6 +40,7 @@ from actors.transport.message_limits import (
 )
 from actors.transport.nccl import GpuLink
 from quant.common.errors import LlmpqError
+from quant.common.json_text import loads
 
 _MOST_COLUMNS = 1 + MOST_TOP_LOGPROBS
 _NO_IDS: TokenIds = np.zeros(0, dtype=np.int64)
@@ -331,15 +332,8 @@ def _to_json(admission: Admission) -> dict[str, Any]:
 def _admitted(text: bytes) -> tuple[Admission, ...]:
     """The admissions in `text`, each field of its own type."""
     try:
-        return tuple(_from_json(each) for each in json.loads(text)) if text else ()
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-        LlmpqError,
-    ) as error:
+        return tuple(_from_json(each) for each in loads(text)) if text else ()
+    except (ValueError, TypeError, LookupError, AttributeError, LlmpqError) as error:
         refuse(f"admits requests that are none ({type(error).__name__})")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 from quant.common.errors import InputError
+from quant.common.json_text import loads
 from quant.common.url_files import AnyFile
 
 RowFormat = Literal["jsonl", "csv", "parquet"]
@@ -212,8 +212,8 @@ def _content(path: AnyFile, named: FileFormat) -> str | None:
 def json_value(text: str | bytes) -> Any:
     """The value of a JSON text; None where it is none, or nests too deeply."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return loads(text)
+    except ValueError:
         return None
 
 

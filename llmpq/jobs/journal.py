@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter
 
 from actors.stage_figures import BUCKETS
 from quant.common.files import write_whole
+from quant.common.json_text import loads
 
 JOURNAL_VERSION = 1
 
@@ -220,7 +221,7 @@ def line_of(entry: Entry) -> bytes:
 def entry_of(line: bytes) -> Entry:
     """The entry that a line holds; raises `UnreadableEntryError`."""
     try:
-        ((name, content),) = json.loads(line).items()
+        ((name, content),) = loads(line).items()
         if name == "start" and content.get("journal") != JOURNAL_VERSION:
             raise UnreadableEntryError(content.get("journal", "none"))
         if name == "point":
@@ -229,7 +230,7 @@ def entry_of(line: bytes) -> Entry:
         return found
     except UnreadableEntryError:
         raise
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise UnreadableEntryError from error
 
 

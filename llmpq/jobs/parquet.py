@@ -19,6 +19,7 @@ from llmpq.jobs.file_format import require_pyarrow
 from llmpq.rows.fields import STRUCTURED, is_field
 from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS
 from quant.common.errors import InputError
+from quant.common.json_text import loads
 from quant.common.url_files import AnyFile, UrlFile
 
 ROWS_AT_ONCE = 2048
@@ -134,8 +135,8 @@ def _plain(value: Any) -> Any:
     """The value of JSON text; structs without the fields that are not set."""
     if isinstance(value, str):
         try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
+            return loads(value)
+        except ValueError:
             return value
     if isinstance(value, list):
         return [_plain(item) if isinstance(item, Mapping) else item for item in value]

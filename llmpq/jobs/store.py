@@ -38,6 +38,7 @@ from quant.checkpoint.gguf.folder import gguf_index
 from quant.checkpoint.model_reference import is_local_model
 from quant.checkpoint.stored_tensors import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from quant.common.errors import CheckpointError, InputError
+from quant.common.json_text import loads
 from quant.common.url_files import is_url
 
 MANIFEST_VERSION = 1
@@ -199,12 +200,12 @@ class Manifest:
     def read(cls, path: Path) -> Manifest | None:
         """The manifest at `path`, None where there is none; `InputError` for a broken one."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = loads(path.read_text(encoding="utf-8"))
             manifest = cls(**content)
             record, digest = _record_in(manifest.record), _known_digest(manifest.input_digest)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise InputError(
                 f"{path} cannot be read as the manifest of a job ({error}); {_REMEDY}"
             ) from error

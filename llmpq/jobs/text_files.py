@@ -17,6 +17,7 @@ from llmpq.jobs.parquet import plain_row
 from llmpq.rows.fields import KNOWN_FIELDS, STRUCTURED
 from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS
 from quant.common.errors import InputError
+from quant.common.json_text import check_depth, loads
 from quant.common.url_files import AnyFile
 
 _DECODE = json.JSONDecoder().raw_decode
@@ -108,15 +109,15 @@ class _Text:
         self.peek()
         while True:
             try:
+                check_depth(self._part, self._at)
                 value, end = _DECODE(self._part, self._at)
             except json.JSONDecodeError as error:
                 after = error.pos - self._at
                 is_cut = error.pos > len(self._part) - _LONGEST_WORD or "Untermin" in error.msg
                 if not is_cut or not self._read_on():
                     raise self.wrong(error.msg, after) from error
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits
-                why = "a row nests too deeply" if isinstance(error, RecursionError) else str(error)
-                raise self.wrong(why, 0) from error
+            except ValueError as error:  # too deep a nesting, or a number of thousands of digits
+                raise self.wrong(str(error), 0) from error
             else:
                 spans_lines = "\n" in self._part[self._at : end]
                 self._at = end
@@ -222,8 +223,8 @@ def _result(names: list[str], cells: list[str]) -> object:
     row: dict[str, Any] = dict(zip(names[:known], cells[:known], strict=True))
     row |= {name: cell for name, cell in zip(names[known:], cells[known:], strict=True) if cell}
     try:
-        row["token_ids"] = json.loads(row["token_ids"])
-    except (ValueError, RecursionError):
+        row["token_ids"] = loads(row["token_ids"])
+    except ValueError:
         return cells
     if not row["finish_reason"]:
         return row | {"text": None, "finish_reason": None}
@@ -309,6 +310,6 @@ def _value(name: str, cell: str) -> Any:
     if name in _TEXT or name not in KNOWN_FIELDS or is_one_stop:
         return cell
     try:
-        return json.loads(cell.lower() if cell.strip().lower() in ("true", "false") else cell)
-    except (ValueError, RecursionError):
+        return loads(cell.lower() if cell.strip().lower() in ("true", "false") else cell)
+    except ValueError:
         return cell

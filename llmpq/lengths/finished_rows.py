@@ -6,7 +6,6 @@ prompts by `custom_id`: outputs of `llmpq run` and files of answers of OpenAI's 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -23,6 +22,7 @@ from llmpq.tokenizing.tokenizer_process import TokenizerProcess
 from llmpq.workload.measured_lengths import MOST_FINISHED, read_measured, whole_tokens
 from planner.workload import MAX_TOKENS
 from quant.common.errors import InputError, SpecError
+from quant.common.json_text import loads
 
 FIELD = "output_tokens"
 _TEXTS_AT_ONCE = 64
@@ -132,8 +132,8 @@ def _without_length(content: Content, place: str) -> tuple[Content, int]:
         raise SpecError(f"{place}: {content}")
     values: Mapping[str, Any] | None = None
     try:
-        values = json.loads(content) if isinstance(content, bytes) else content
-    except (ValueError, RecursionError) as error:
+        values = loads(content) if isinstance(content, bytes) else content
+    except ValueError as error:
         raise SpecError(f"{place}: not JSON: {error}") from error
     if not isinstance(values, Mapping) or FIELD not in values:
         raise SpecError(

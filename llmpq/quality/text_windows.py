@@ -7,7 +7,6 @@ token if it has one), laid end to end, and cut into windows that do not overlap.
 from __future__ import annotations
 
 import glob
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from llmpq.quality.options import check_lengths
 from quant.common.errors import InputError
+from quant.common.json_text import loads
 
 if TYPE_CHECKING:
     from llmpq.tokenizing.tokenizer_process import TokenizerProcess
@@ -176,8 +176,8 @@ def _read(path: str) -> str:
 
 def _from_line(line: str, place: str) -> Document:
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        content = loads(line)
+    except ValueError as error:
         raise InputError(f"{place}: not JSON: {error}") from error
     fields = content if isinstance(content, Mapping) else {}
     given = [name for name in _FIELDS if name in fields]

@@ -29,6 +29,7 @@ from llmpq.rows.results import RowError, is_writable, own_columns, plain_value, 
 from llmpq.rows.sampling import sampling_overrides
 from llmpq.rows.tools import forced_sampling
 from quant.common.errors import MESSAGE_CHARACTERS, LlmpqError
+from quant.common.json_text import loads
 from quant.common.text import printable
 
 Messages = tuple[Mapping[str, Any], ...]
@@ -130,10 +131,10 @@ class BadRow:
 def row_from_line(line: bytes, place: str) -> Row | BadRow:
     """The row of a JSON line; where that gives no id it has none, and a bad one its `place`."""
     try:
-        content = json.loads(line.decode("utf-8"))
+        content = loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRow(place, f"not UTF-8 (byte {error.start} of the line)")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return BadRow(place, f"not JSON: {error}")
     if not isinstance(content, Mapping):
         return BadRow(place, "not a JSON object")

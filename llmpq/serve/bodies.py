@@ -22,6 +22,7 @@ from llmpq.rows.request_fields import OPTIONS, Given, fields_by_name, prompt_opt
 from llmpq.rows.results import whole_number
 from llmpq.serve.access import ApiError, bad_request
 from quant.common.errors import FieldError
+from quant.common.json_text import loads
 
 MOST_STOPS, MOST_ALTERNATIVES_OF_TEXT = 4, 5
 """Largest `stop`, and `logprobs` of a completion, as in OpenAI's interface."""
@@ -221,13 +222,11 @@ _WORDS = {
 def parse_json(body: bytes, what: str = "the body") -> Mapping[str, object]:
     """The JSON object of a body; 400 for anything else, which is called `what`."""
     try:
-        content = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        content = loads(body.decode("utf-8"), parse_constant=_no_number)
     except UnicodeDecodeError as error:
         raise bad_request(f"{what} is not UTF-8 (byte {error.start})") from error
     except ValueError as error:
         raise bad_request(f"{what} is not JSON: {error}") from error
-    except RecursionError as error:
-        raise bad_request(f"{what} nests too deeply") from error
     if not isinstance(content, dict):
         raise bad_request(f"{what} must be a JSON object")
     return content

@@ -14,6 +14,7 @@ from llmpq.rows.tools import TOOL_PARSERS, ToolParser
 from llmpq.tokenizing.tokenizer_child import BrokenTemplateError, compile_template
 from planner.option_rules import Rule, option
 from quant.common.errors import SpecError
+from quant.common.json_text import loads
 
 MOST_BYTES = 100_000
 """Of a template, and of arguments, as JSON: the process that renders is given both as an argument
@@ -52,8 +53,8 @@ class Prompting:
 
 def _json_object(text: str) -> object:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = loads(text)
+    except ValueError as error:
         raise ArgumentTypeError(f"{text!r:.80} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ArgumentTypeError(

@@ -12,6 +12,7 @@ from llmpq.rows.answers import ToolCall
 from llmpq.rows.results import is_writable
 from llmpq.rows.tools import CHOICE, PARALLEL, TOOLS, chosen_function, parameter_types
 from llmpq.tokenizing.reasoning import overlap
+from quant.common.json_text import check_depth
 
 _ID_DIGITS = 9  # templates of Mistral take no other length
 _NAMED, _REQUIRED = "named", "required"
@@ -80,10 +81,8 @@ _DECODE = json.JSONDecoder(strict=False, parse_constant=_no_number).raw_decode
 def _value(text: str) -> tuple[Any, str]:
     """The JSON value with which `text` begins, and what stands behind it."""
     text = text.lstrip()
-    try:
-        value, end = _DECODE(text)
-    except RecursionError as error:
-        raise ValueError("it nests too deeply") from error
+    check_depth(text)
+    value, end = _DECODE(text)
     return value, text[end:].lstrip()
 
 

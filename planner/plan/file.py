@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from quant.common.errors import SpecError, invalid_field
 from quant.common.files import write_whole
+from quant.common.json_text import loads
 
 PLAN_VERSION = 1
 DIGEST = "digest"
@@ -80,11 +81,11 @@ def _parsed(text: str, source: str, kind: Kind, adapter: TypeAdapter[Any]) -> An
     (older, or taken out to keep a change) is read: `planner.plan.check` sees what would crash.
     """
     try:
-        content = json.loads(text)
+        content = loads(text)
         json.dumps(content, ensure_ascii=False).encode()  # no half of a surrogate pair
     except json.JSONDecodeError as error:
         raise SpecError(f"{source}:{error.lineno}: not JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # a number too long, or too deep a nesting
+    except ValueError as error:  # a number too long, or too deep a nesting
         raise SpecError(f"{source}: not a {kind}: {error}") from error
     if kind == "plan" and is_fleet(content):
         raise SpecError(

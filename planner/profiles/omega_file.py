@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quant.common.errors import SpecError
+from quant.common.json_text import loads
 from quant.scheme import BITWIDTHS
 
 Matrix = npt.NDArray[np.float64]
@@ -45,8 +45,8 @@ def read_content(path: Path) -> Any:
             return _read_npy(path)
         if head.startswith((_PICKLE_MAGIC, _ZIP_MAGIC)) or path.suffix in _PICKLE_NAMES:
             raise SpecError(_refusal(path))
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise SpecError(f"omega file {path} cannot be read as JSON: {error}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -19,6 +18,7 @@ from quant.checkpoint.gguf.folder import GGUF_INDEX_FILE, gguf_index
 from quant.checkpoint.stored_config import StoredLinear
 from quant.common.errors import CheckpointError
 from quant.common.files import read_json_object
+from quant.common.json_text import loads
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -72,8 +72,8 @@ def _first(folder: Path, patterns: tuple[str, ...]) -> str | None:
 def _base_of(config: Path) -> str:
     """Write `" of MODEL"` by an adapter's own configuration; empty where it names none."""
     try:
-        base = json.loads(config.read_bytes()).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        base = loads(config.read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
         return ""
     return f" of {base:.200}" if isinstance(base, str) and base else ""
 
@@ -349,7 +349,7 @@ _HEADER_BYTES_MAX = 100_000_000
 """The largest header that the `safetensors` library accepts."""
 
 
-MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 """Errors of parsing JSON of any content, and of taking out of it what should be there."""
 
 
@@ -379,7 +379,7 @@ def read_header(file: BinaryIO) -> Header:
     if not 0 < header_bytes <= _HEADER_BYTES_MAX or data_start > file_bytes:
         raise DamagedFileError(f"its header claims {header_bytes} of {file_bytes} bytes")
     try:
-        entries = json.loads(file.read(header_bytes))
+        entries = loads(file.read(header_bytes))
         metadata = dict(entries.pop("__metadata__", {}))
         places = {name: _place(entry, data_start) for name, entry in entries.items()}
     except MALFORMED as error:

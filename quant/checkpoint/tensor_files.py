@@ -38,6 +38,7 @@ from quant.checkpoint.stored_tensors import (
     unreadable,
 )
 from quant.common.errors import CheckpointError
+from quant.common.json_text import loads
 
 _RESERVED_BYTES = 1 << 16
 """Bytes reserved for the header of a written file, which is padded with spaces as the format
@@ -130,7 +131,7 @@ def reserved_bytes(data_bytes: int) -> int:
 def checksums(header: Header) -> dict[str, int]:
     """The CRC-32 of every tensor that `TensorWriter` wrote; DamagedFileError if one is missing."""
     try:
-        found = json.loads(header.metadata["crc32"])
+        found = loads(header.metadata["crc32"])
         of_tensors = {name: int(found[name]) for name in header.places}
         is_right = int(header.metadata[_HEADER_CRC32]) == _header_crc32(header)
     except MALFORMED as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import secrets
@@ -14,6 +13,7 @@ from time import sleep, time
 from typing import Any
 
 from quant.common.errors import InputError, LlmpqError
+from quant.common.json_text import loads
 
 
 def names_a_file(path: Path) -> bool:
@@ -78,17 +78,11 @@ def read_json_object(
 
 
 def parsed_json(text: str) -> Any:
-    too_deep = f"it is nested deeper than {MAX_DEPTH} levels"
-    try:
-        values = json.loads(text)
-    except RecursionError as error:
-        raise ValueError(too_deep) from error
+    values = loads(text, MAX_DEPTH)
     level: list[tuple[str, Any]] = [("", values)]
-    for _ in range(MAX_DEPTH + 1):
+    while level:
         level = [each for name, outer in level for each in _inside(name, outer)]
-        if not level:
-            return values
-    raise ValueError(too_deep)
+    return values
 
 
 def _inside(name: str, outer: Any) -> Iterator[tuple[str, Any]]:

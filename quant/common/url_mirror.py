@@ -15,6 +15,7 @@ from typing import Any
 
 from quant.common.errors import InputError
 from quant.common.files import user_cache_folder, user_state_folder, write_whole
+from quant.common.json_text import loads
 from quant.common.url_files import (
     UrlFile,
     changed_while_read,
@@ -252,7 +253,7 @@ class UrlMirror:
 
     def _record(self) -> _Record:
         try:
-            found = json.loads((self.local.parent / _RECORD).read_text(encoding="utf-8"))
+            found = loads((self.local.parent / _RECORD).read_text(encoding="utf-8"))
             local = found["local"]
             return _Record(found["state"], found["replaced"], tuple(local) if local else None)
         except (OSError, ValueError, LookupError, TypeError):

@@ -29,6 +29,7 @@ from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.kernel_rule import KernelRule
 from quant.backends.table import KERNEL_RULES
 from quant.checkpoint.stored_tensors import DamagedFileError
+from quant.common.json_text import loads
 from quant.experts import ExpertWeights, QuantizedExperts, expert_shapes, is_experts
 from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.cache_folder import CachedTensors, CacheKey, NewEntry
@@ -173,11 +174,11 @@ def read_layer(load: LayerLoad, cached: CachedTensors) -> CachedLayer:
     module, form = load.module, load.form
     try:
         names, stacks = (
-            {name: _RULES[own] for name, own in dict(json.loads(cached.notes[kind])).items()}
+            {name: _RULES[own] for name, own in dict(loads(cached.notes[kind])).items()}
             for kind in (_LINEARS, _EXPERTS)
         )
         places = {name: (module.get_submodule(name), rule) for name, rule in names.items()}
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise DamagedFileError(f"{type(error).__name__}: {error}") from error
     modules: dict[str, nn.Module] = {
         n: _read_linear(meta, n, rule, cached, form) for n, (meta, rule) in places.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from quant.checkpoint.stored_tensors import MALFORMED, DamagedFileError, read_header
 from quant.common.errors import CheckpointError
+from quant.common.json_text import loads
 
 SUFFIX = ".importance.safetensors"
 
@@ -41,7 +41,7 @@ def read_importance_header(path: Path) -> ImportanceHeader:
             notes = read_header(file).metadata
         if notes.get(FORMAT) != FORMAT_NOW:
             raise DamagedFileError(f"its format is {notes.get(FORMAT)!r:.40}, not {FORMAT_NOW!r}")
-        shared = json.loads(notes[SHARED])
+        shared = loads(notes[SHARED])
         if not all(isinstance(s, str) for layer in shared for s in (*layer, *layer.values())):
             raise DamagedFileError("its list of linears is malformed")
         if not _FINGERPRINT.fullmatch(notes[FINGERPRINT]):

@@ -32,6 +32,7 @@ from llmpq.serve.batches.lines import EXPIRED, BatchLine, LineAnswer, Scan, cust
 from llmpq.serve.batches.records import Batch, LineCounts, Problem, Status, StoredFile, set_aside
 from llmpq.serve.batches.store import BatchStore
 from quant.common.errors import InputError
+from quant.common.json_text import loads
 
 MOST_LINES = 50_000
 """Requests of a batch, as in OpenAI's interface."""
@@ -155,12 +156,12 @@ def results_so_far(name: str, folder: Path) -> Iterator[LineAnswer]:
     seen: set[str] = set()
     for line in _undamaged_lines(folder):
         try:
-            row = json.loads(line)
+            row = loads(line)
             found = result_identity(row)
             if found is None or found.model != _model(name) or found.custom_id in seen:
                 continue
-            json.loads(row["text"])
-        except (ValueError, TypeError, RecursionError):
+            loads(row["text"])
+        except (ValueError, TypeError):
             continue
         seen.add(found.custom_id)
         yield LineAnswer(row["text"], row["error"])

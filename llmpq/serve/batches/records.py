@@ -18,6 +18,7 @@ from typing import Generic, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from llmpq.jobs.job_files import DAMAGED_SUFFIX, Disk, commit_file
+from quant.common.json_text import loads
 
 Status = Literal[
     "validating",
@@ -258,8 +259,8 @@ def remade_batch(name: str, number: int, why: str, left: Path) -> Batch:
 def _readable(record: Path, base: Batch) -> Batch:
     """`base` with those fields of a record that are as they should be."""
     try:
-        given = json.loads(record.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        given = loads(record.read_bytes())
+    except (OSError, ValueError):
         return base
     if not isinstance(given, Mapping) or given.get("id") != base.id:
         return base

@@ -17,7 +17,6 @@ torchao has `_weight_qdata` for `weight`, `_weight_scale` and `_weight_zero_poin
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from quant.checkpoint.stored_config import (
 )
 from quant.checkpoint.stored_tensors import StoredTensor, stored_bytes
 from quant.common.errors import CheckpointError
+from quant.common.json_text import loads
 from quant.scheme import FULL_BITS
 
 GPTQ_FORM, AWQ_FORM, PACKED, FP4 = "gptq", "awq", "packed", "fp4"
@@ -248,8 +248,8 @@ class Blocks:
 
     @classmethod
     def parse(cls, content: bytes) -> Blocks:
-        """ValueError, TypeError, KeyError or RecursionError for other content."""
-        values = json.loads(content)
+        """ValueError, TypeError or KeyError for other content."""
+        values = loads(content)
         rows, columns = values["shape"]
         nested = values.get("nested_blocksize", 0)
         numbers = (rows, columns, values["blocksize"], nested)
@@ -267,7 +267,7 @@ def _table(parts: Parts) -> _Described:
     try:
         name = f"{parts.stem}.{part}"
         blocks = Blocks.parse(stored_bytes(parts.folder / parts.tensors[part].file, name))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         parts.refuse(part, f"its {length} bytes are no JSON with shape and blocksize")
     count = math.prod(blocks.shape)
     parts.check("weight", (-(-count // 2), 1), "U8")

@@ -80,7 +80,7 @@ def test_text_parts_are_one_text(content: Any, text: str) -> None:
         (calling("{town"), "message 2 calls 'look' with arguments that are no JSON object: '{"),
         (calling("[1]"), "arguments that are no JSON object: '[1]'; mend them"),
         (calling(5), "arguments that are no JSON object: 5"),
-        (calling("[" * 9000), "nested deeper than 64 levels"),
+        (calling("[" * 9000), "nests too deeply: 64 levels"),
         ({"role": "assistant", "content": "a", "tool_calls": {"id": 1}}, "is no list of objects"),
         ({"role": "assistant", "content": "a", "tool_calls": ["look"]}, "is no list of objects"),
     ],

@@ -199,7 +199,7 @@ def test_damaged_plans_are_refused(tmp_path: Path, damage: Edit, message: str) -
         ("[1, 2]", "not a plan"),
         ('"plan"', "not a plan"),
         ("", ":1: not JSON"),
-        ("[" * 100_000, "not a plan: .*recursion"),
+        ("[" * 100_000, "not a plan: .*nests too deeply"),
         ('{"stages": ' + "1" * 5000 + "}", "not a plan: .*5000 digits"),
     ],
 )
