@@ -167,6 +167,7 @@ def fastest_within(
             f"has {finest.omega:g}",
             "max_omega",
             finest.omega,
+            in_time=in_time,
         )
     tried = _close_in(solve, fastest, finest, is_inside, search_time)
     chosen = min(filter(is_inside, tried), key=lambda point: point.latency_s)

@@ -63,9 +63,9 @@ def _in_perplexity(request: PlanningRequest, error: BoundNotMetError) -> BoundNo
         return error
     nats = math.log1p(fit.forecast(error.reachable)[0] / fit.baseline)
     return BoundNotMetError(
-        f"no plan was found whose perplexity is sure to rise by at most {asked:g}; the best one's "
-        f"may rise by {most:.4g} over {fit.baseline:.4g} at 16 bit (a KL divergence of {nats:.2g} "
-        "nats a token is expected)",
+        f"no plan was found{error.in_time} whose perplexity is sure to rise by at most {asked:g}; "
+        f"the best one's may rise by {most:.4g} over {fit.baseline:.4g} at 16 bit (a KL divergence "
+        f"of {nats:.2g} nats a token is expected)",
         "max_ppl_delta",
         most,
     )

@@ -57,7 +57,9 @@ class DoesNotFitError(InfeasibleError):
 
 
 class BoundNotMetError(InfeasibleError):
-    """Plans fit, but none within bound `option`, of which `reachable` is the least found value."""
+    """Plans fit, but none within bound `option`, of which `reachable` is the least found value;
+    `in_time` has a hint where the search ended by its time.
+    """
 
     def __init__(
         self,
@@ -66,10 +68,12 @@ class BoundNotMetError(InfeasibleError):
         reachable: float,
         problem: str = "",
         remedies: tuple[str, ...] = (),
+        in_time: str = "",
     ) -> None:
         super().__init__(message, problem, remedies)
         self.option = option
         self.reachable = reachable
+        self.in_time = in_time
 
 
 class CheckpointError(LlmpqError):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -114,7 +117,12 @@ def omega_file(path: Path) -> Path:
     return path
 
 
-def planned(path: Path, gib: float = 0.76, **options: object) -> PlanSpec:
+def planned(
+    path: Path,
+    gib: float = 0.76,
+    clock: Callable[[], float] = time.perf_counter,
+    **options: object,
+) -> PlanSpec:
     cluster = ClusterSpec.from_counts(["T4", "V100"], [1, 1])
     quick = {
         "head": "last",
@@ -129,6 +137,7 @@ def planned(path: Path, gib: float = 0.76, **options: object) -> PlanSpec:
         SHAPE.name,
         WORKLOAD,
         PlanOptions.of({"omega_file": path, "decode_micro_batch": 4, **quick, **options}),
+        clock,
     ).plan
 
 
@@ -161,6 +170,17 @@ def test_bound_that_no_plan_keeps(tmp_path: Path) -> None:
     assert "sensitivity" not in str(told.value)
     found = planned(path, gib=0.74, max_ppl_delta=float(named[1]))
     assert 0.5 * found.solver.sensitivity == pytest.approx(told.value.reachable, rel=1e-2)
+
+
+@pytest.mark.parametrize("ends_by_time", [False, True])
+def test_a_search_that_ended_by_its_time_says_that_more_helps(
+    ends_by_time: bool, tmp_path: Path
+) -> None:
+    path, now = omega_file(tmp_path / "omega.json"), count(step=int(ends_by_time))
+    with pytest.raises(BoundNotMetError, match="is sure to rise by at most") as told:
+        planned(path, gib=0.74, clock=lambda: next(now), max_ppl_delta=0.05, search_time_limit=5)
+    hint = "before time was up (--search_time_limit gives more)"
+    assert (hint in str(told.value)) == ends_by_time
 
 
 def test_bound_without_measured_points(tmp_path: Path) -> None:
