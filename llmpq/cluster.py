@@ -92,7 +92,8 @@ class Cluster:
         `request_lengths`, of files or of a job.
 
         `options` are the fields of `PlanOptions`: `quality`, `in_flight`, `theta`, `bits`, `dtype`,
-        `objective`, `method`, `solver`, `group`, … Raises `SpecError` for what cannot be planned as
+        `objective`, `method`, `solver`, `group`, … `policy` is `auto` of a job, unless one or what
+        only `static` has is given. Raises `SpecError` for what cannot be planned as
         asked and `InfeasibleError` when it does not fit.
         """
         shape = checked_shape(model)
@@ -107,11 +108,14 @@ class Cluster:
                 "max_request_latency_s (math.inf: any), or a Job"
             )
         ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
+        if isinstance(ordinary, Job):
+            chosen = chosen.of_job(options)
         with naming(workload.longest if isinstance(workload, InputJob) else None):
             found = find_plan(self.spec, shape, str(model), ordinary, chosen)
         plan = found.plan
         if isinstance(workload, InputJob) and workload.long_rows is not None:
-            plan = replace(plan, long_rows=self._long_plan(model, workload.long_rows, chosen))
+            same = chosen.under(plan.policy.name)
+            plan = replace(plan, long_rows=self._long_plan(model, workload.long_rows, same))
         return Plan(plan, found.costs)
 
     @lists_options(PlanKeywords, PlanOptions)

@@ -153,6 +153,10 @@ class Lengths:
         return len(set(self.output_tokens)) > 1
 
     @cached_property
+    def are_alike(self) -> bool:
+        return len(set(self.prompt_tokens)) == 1 and not self.outputs_vary
+
+    @cached_property
     def mean_context(self) -> float:
         """Mean tokens before the new one, over all decode steps of all rows."""
         prompts, outputs = np.array(self.prompt_tokens), np.array(self.output_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +42,7 @@ from planner.scheduling import (
     STATIC,
     TOKEN_POLICIES,
     PlannedPolicy,
+    PolicyName,
     PolicyOptions,
     ScheduleKind,
     policy_options,
@@ -226,9 +227,9 @@ class PlanOptions:
     policy: PlannedPolicy = option(
         (AUTO, *POLICY_NAMES),
         "scheduling to plan for: micro-batches of one phase (static), or at every iteration anew "
-        "first come, first served (orca) or by predicted lengths (s3) (default: static); auto "
-        "plans for static and orca, in half the time each, and takes the one with the faster "
-        "forecast; exegpt is that of --max_request_latency_s",
+        "first come, first served (orca) or by predicted lengths (s3); auto plans jobs of unlike "
+        "lengths for static and orca and takes the better forecast (default: auto of a job of one "
+        "pipeline, else static); exegpt is that of --max_request_latency_s",
         STATIC,
         within=ANY,  # with the next two, `PolicyOptions` checks it
     )
@@ -305,23 +306,24 @@ class PlanOptions:
         name = COMPARED[-1] if self.policy == "auto" else self.policy
         return policy_options(name, self.max_batch_size, self.prefill_chunk_tokens)
 
-    @property
-    def compared(self) -> tuple[PlanOptions, ...]:
-        """The options of the plans that policy `auto` compares; none of other policies."""
-        if self.policy != AUTO:
-            return ()
-        limit_s = self.search_time_limit / len(COMPARED)
-        half = dataclasses.replace(self, policy=COMPARED[-1], search_time_limit=limit_s)
-        own = self.max_batch_size, self.prefill_chunk_tokens
-        return tuple(
-            dataclasses.replace(
-                half,
-                policy=name,
-                max_batch_size=own[0] if name in TOKEN_POLICIES else None,
-                prefill_chunk_tokens=own[1] if name in TOKEN_POLICIES else None,
-            )
-            for name in COMPARED
+    def under(self, policy: PolicyName) -> PlanOptions:
+        """The options with another policy, less what it does not have."""
+        mixes = policy in TOKEN_POLICIES
+        return dataclasses.replace(
+            self,
+            policy=policy,
+            max_batch_size=self.max_batch_size if mixes else None,
+            prefill_chunk_tokens=self.prefill_chunk_tokens if mixes else None,
         )
+
+    def of_job(self, given: Collection[str]) -> PlanOptions:
+        """The options of a job, where so many were `given`: policies are compared unless one was
+        chosen, or what only `static` has: its micro-batches, and the paper's baselines.
+        """
+        decided = {"policy", "prefill_micro_batch", "decode_micro_batch"}.intersection(given)
+        if decided or self.method in BASELINE_METHODS:
+            return self
+        return dataclasses.replace(self, policy="auto")
 
     @property
     def without_heads(self) -> PlanOptions:

@@ -4,9 +4,9 @@
     python -m benchmarks.planning.policies --run [--passes 3]
 
 Ten shapes of job, drawn with a fixed seed; two stages unless the shape says otherwise. Each plan is
-searched for so many seconds (of `auto` both together), and its tokens per second are those of the
-whole job simulated. `--run` plans jobs of SmolLM2 for two stages of this machine's CPU in place of
-these, and runs those that differ in turns, each from stages that are started anew.
+searched for so many CPU seconds (of `auto` both together), and its tokens per second are those of
+the whole job simulated. `--run` plans jobs of SmolLM2 for two stages of this machine's CPU in place
+of these, and runs those that differ in turns, each from stages that are started anew.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ import numpy as np
 from benchmarks.lab import header, processor_name, spread, table_row
 from benchmarks.speed.throughput_contestants import CLUSTER
 from llmpq import Cluster, Session
+from planner.cluster.spec import ClusterSpec
 from planner.lengths import IntArray, Lengths
+from planner.model.finding import model_shape
+from planner.options import PlanOptions
+from planner.search.find import find_plan
 from planner.workload import Job
 from quant.checkpoint.model_reference import DEMO
 
-ROWS, LONGEST = 2000, 1536
+ROWS = 2000
 Draw = Callable[[np.random.Generator, int], tuple[IntArray, IntArray]]
 
 
@@ -41,10 +45,15 @@ def even(prompts: tuple[int, int], outputs: tuple[int, int]) -> Draw:
     return lambda random, rows: (random.integers(*prompts, rows), random.integers(*outputs, rows))
 
 
-def long_tail(random: np.random.Generator, rows: int) -> tuple[IntArray, IntArray]:
-    """Lengths as of chats: most are short, a few some twenty times as long."""
-    prompts, outputs = random.lognormal(5, 1, rows), random.lognormal(4, 1.2, rows)
-    return tuple(np.clip(each, 1, LONGEST / 3).astype(int) for each in (prompts, outputs))
+def long_tail(prompt: float, output: float, longest: int) -> Draw:
+    """Lengths as of chats, about these in the median: a few are some twenty times as long."""
+
+    def draw(random: np.random.Generator, rows: int) -> tuple[IntArray, IntArray]:
+        prompts = random.lognormal(np.log(prompt), 1, rows)
+        outputs = random.lognormal(np.log(output), 1.2, rows)
+        return tuple(np.clip(each, 1, longest).astype(int) for each in (prompts, outputs))
+
+    return draw
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ MIXED = even((16, 512), (8, 200))
 SHAPES = (
     Shape("equal lengths", alike(512, 100)),
     Shape("mixed", MIXED),
-    Shape("long tail", long_tail),
+    Shape("long tail", long_tail(150, 55, 512)),
     Shape("prefill-heavy", even((512, 1024), (8, 32))),
     Shape("decode-heavy", even((16, 64), (200, 500))),
     Shape("short answers", even((64, 512), (1, 8))),
@@ -88,9 +97,14 @@ SHAPES = (
     Shape("four stages", MIXED, stages=4),
 )
 
+MIXED_RUN = even((16, 128), (4, 48))
 RUN = (
     Shape("equal lengths", alike(64, 24), rows=48),
-    Shape("mixed", even((16, 128), (4, 48)), rows=48),
+    Shape("mixed", MIXED_RUN, rows=48),
+    Shape("long tail", long_tail(32, 12, 128), rows=48),
+    Shape("decode-heavy", even((8, 32), (32, 96)), rows=32),
+    Shape("short answers", even((32, 256), (1, 8)), rows=48),
+    Shape("one stage", MIXED_RUN, rows=48, stages=1),
 )
 RUN_IN_FLIGHT = 16
 
@@ -106,14 +120,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run_jobs(options: argparse.Namespace) -> None:
     """Jobs on this machine's CPU, under each policy in turns."""
-    print(f"{processor_name()}; SmolLM2-135M on two stages of one thread, at 16 and 8 bit\n")
+    print(f"{processor_name()}; SmolLM2-135M at 16 and 8 bit on two stages, or one, of a thread\n")
     heads = ["job", "policy", "plan for", "foretold tokens/s", "measured"]
     print(header([*heads, f"of {options.policies[0]}'s"]))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.yaml"
-        file.write_text(CLUSTER.format(stages=2, threads=1))
-        cluster = Cluster.from_yaml(file)
         for shape in RUN:
+            file.write_text(CLUSTER.format(stages=shape.stages, threads=1))
+            cluster = Cluster.from_yaml(file)
             for row in _rows_of(shape, cluster, options):
                 print(table_row(row), flush=True)
 
@@ -162,23 +176,26 @@ def _pace(session: Session, rows: list[dict[str, object]]) -> float:
 def forecast(options: argparse.Namespace) -> None:
     """What plans foretell of each shape of job."""
     print(f"{processor_name()}; {options.model} on {options.devices}, at 16 and 8 bit\n")
-    print(header(f"job | {' | '.join(options.policies)} | auto takes | auto of the better one"))
-    for shape in SHAPES:
-        cluster = Cluster.from_counts([options.devices], [shape.stages])
-        rates: dict[str, float] = {}
-        taken = ""
-        for policy in options.policies:
-            plan = cluster.plan(
-                options.model,
-                shape.job(),
-                bits=(8, 16),
-                policy=policy,
-                search_time_limit=options.seconds,
+    *_, last = names = options.policies
+    print(header(f"job | {' | '.join(names)} | {last} takes | of the better one | CPU seconds"))
+    shape = model_shape(options.model)
+    for each in SHAPES:
+        cluster = ClusterSpec.from_counts([options.devices], [each.stages])
+        plans, seconds = {}, []
+        for policy in names:
+            given = {"policy": policy, "bits": (8, 16), "search_time_limit": options.seconds}
+            asked, began = PlanOptions.of(given), time.process_time()
+            found = find_plan(
+                cluster, shape, options.model, each.job(), asked, clock=time.process_time
             )
-            rates[policy], taken = plan.predicted.tokens_per_s, plan.spec.policy.name
+            plans[policy] = found.plan
+            seconds.append(f"{time.process_time() - began:.1f}")
+        rates = {policy: plan.predicted.tokens_per_s for policy, plan in plans.items()}
         cells = " | ".join(f"{rate:,.0f}" for rate in rates.values())
-        share = rates[options.policies[-1]] / max(rates.values())
-        print(f"| {shape.name} | {cells} | {taken} | {share:.3f} |", flush=True)
+        share = rates[last] / max(rates.values())
+        taken = plans[last].policy.name
+        row = f"| {each.name} | {cells} | {taken} | {share:.3f} | {', '.join(seconds)} |"
+        print(row, flush=True)
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -40,6 +40,7 @@ from planner.latency_bound.bounded_plan import KindFronts, bounded_options
 from planner.latency_bound.schedules import job_of
 from planner.options import PlanOptions
 from planner.planning_rules import BOUNDS
+from planner.scheduling import STATIC
 from planner.search.find import FrontPoint, front_json
 from planner.search.request import PlanningRequest
 from planner.workload import Job, Workload
@@ -100,8 +101,9 @@ def _plan_workload(call: PlanCall, workload: Workload | Job | InputJob, longest:
         if options.report is None:
             _show(options, lambda: front_json(points), lambda: front_table(points, is_job))
             return EXIT_DONE
+    front = {"policy": STATIC} if points else {}  # the plan is one of the front's
     with call.searching("a plan", workload), naming(longest):
-        plan = call.cluster.plan(call.model, workload, **call.planning)
+        plan = call.cluster.plan(call.model, workload, **(front | dict(call.planning)))
     tables = [comparison_table(plan.spec)] if options.compare else []
     if points:
         tables.append(front_table(points, is_job, plan.spec))

@@ -128,8 +128,7 @@ def what_is_planned(plan: PlanSpec) -> str:
     mean = job.lengths.mean_prompt - job.computed_tokens
     shared = f", {mean:,.0f} of them shared" if job.heads.shared_tokens else ""
     prompts = f"{plural(plan.job.job.prompts, 'prompt')}, {count(slots.global_batch)} in flight"
-    alike = len(set(lengths.prompt_tokens)) == 1 and not lengths.outputs_vary
-    if alike:
+    if lengths.are_alike:
         each = f"{lengths.longest_prompt} prompt tokens{shared}, {lengths.longest_output} new"
         return f"{prompts} ({each})"
     room = f"slots of {count(slots.total_length)} tokens"
@@ -151,12 +150,15 @@ def beaten(plan: PlanSpec) -> str:
 
 
 def _policies(plan: PlanSpec) -> str:
-    """The policy that was taken by its forecast, and the other one."""
+    """The policy that was taken by its forecast, beside the other one."""
     other = plan.beside.other_policy
     if other is None:
         return ""
-    own = f"{plan.policy.name} (taken) {per_second(plan.predicted.tokens_per_s)} tokens/s"
-    return f"policy: {own}; {other.policy} {per_second(other.plan.tokens_per_s)}"
+    times = plan.predicted.tokens_per_s / other.plan.tokens_per_s
+    return (
+        f"policy {plan.policy.name}: forecast {times:.2f} times {other.policy}, "
+        f"{per_second(other.plan.tokens_per_s)} tokens/s (--policy {other.policy})"
+    )
 
 
 def _grouped(plan: PlanSpec) -> str:

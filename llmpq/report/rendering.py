@@ -128,7 +128,7 @@ def _workload(plan: PlanSpec) -> list[str]:
         w = plan.workload
         return _pairs(("global_bz", w.global_batch), ("s", w.prompt_length), ("n", w.new_tokens))
     lengths, prompts = plan.job.job.lengths, plan.job.job.prompts
-    if len(set(lengths.prompt_tokens)) == 1 and not lengths.outputs_vary:
+    if lengths.are_alike:
         sizes = ("s", lengths.longest_prompt), ("n", lengths.longest_output)
         return _pairs(("prompts", prompts), *sizes)
     limit = plan.default_new_tokens

@@ -94,7 +94,7 @@ def _check(request: FleetRequest) -> None:
         )
     if options.method in BASELINE_METHODS:
         raise SpecError(f"method {options.method} makes one pipeline; leave replicas out")
-    if options.compared:
+    if options.policy == AUTO:
         raise SpecError("policy auto compares two plans of one pipeline; choose a policy")
     for name in (*BOUNDS, "max_request_latency_s", "in_flight"):
         if getattr(options, name) not in (None, AUTO):

@@ -12,19 +12,20 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
-from planner.options import PlanOptions, quality_of
+from planner.options import AUTO, PlanOptions, quality_of
 from planner.plan.builder import build_plan, plan_choice
 from planner.plan.kv_copies import warned_of_heads
 from planner.plan.origin import origin_of
-from planner.plan.parts import PolicyChoice
+from planner.plan.parts import PlanChoice, PolicyChoice
 from planner.plan.spec import PlanSpec
 from planner.profiles.perplexity_fit import expected_divergence, with_quality
 from planner.profiles.sensitivity import planned_importance
+from planner.scheduling import COMPARED, PolicyName
 from planner.search.baselines import baseline_solution, baselines
-from planner.search.candidate_search import SearchTime
+from planner.search.candidate_search import LEAST_SOLVE_S, SearchTime
 from planner.search.in_flight import with_best_batch_size
-from planner.search.pareto import front, theta_solver, within_bounds
-from planner.search.qualities import Chosen, chosen_by_quality, plans_beside
+from planner.search.pareto import ThetaPoint, front, theta_solver, within_bounds
+from planner.search.qualities import Chosen, best_by_rules, chosen_by_quality, plans_beside
 from planner.search.remedies import naming_remedies
 from planner.search.request import (
     PlanningRequest,
@@ -34,7 +35,7 @@ from planner.search.request import (
     with_fitting_cache,
 )
 from planner.workload import Job, Workload
-from quant.common.errors import InfeasibleError, SpecError
+from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
 from quant.scheme import GPTQ
 
 
@@ -55,10 +56,13 @@ def find_plan(
     """The best plan for `shape`, found at `source`, and its costs; SpecError for what cannot be
     planned, InfeasibleError if nothing fits.
     """
-    if options.compared:
-        return _best_policy(
-            options, lambda each: find_plan(cluster, shape, source, workload, each, clock)
-        )
+    if options.policy == AUTO:
+        alike = isinstance(workload, Workload) or workload.lengths.are_alike
+
+        def find(each: PlanOptions) -> PricedPlan:
+            return find_plan(cluster, shape, source, workload, each, clock)
+
+        return _best_policy(options, COMPARED[:1] if alike else COMPARED, find, clock)
     check_rounding(shape, options)
     if options.rounding == GPTQ and shape.stored is not None:
         shape = shape.plain  # of a GGUF file, whose codes are decoded to be calibrated
@@ -77,30 +81,62 @@ SAME_SPEED = 0.01
 """Share of the time below which the first of the compared policies stays: forecasts err by more."""
 
 
-def _best_policy(options: PlanOptions, find: Callable[[PlanOptions], PricedPlan]) -> PricedPlan:
-    """The plan of the policy that takes least time, and what quality is worth beside it."""
+def _best_policy(
+    asked: PlanOptions,
+    policies: Sequence[PolicyName],
+    find: Callable[[PlanOptions], PricedPlan],
+    clock: Callable[[], float],
+) -> PricedPlan:
+    """The best plan of `policies`, which share the time; the other one stands beside it."""
+    end_s = clock() + asked.search_time_limit
     found: list[PricedPlan] = []
-    refused: InfeasibleError | None = None
-    for each in options.compared:
+    refused: list[InfeasibleError] = []
+    for number, policy in enumerate(policies):
+        share_s = max(LEAST_SOLVE_S, (end_s - clock()) / (len(policies) - number))
         try:
-            found.append(find(each))
+            found.append(find(replace(asked.under(policy), search_time_limit=share_s)))
         except InfeasibleError as error:
-            refused = error
+            refused.append(error)
     if not found:
-        assert refused is not None
-        raise refused
-
-    def cost(priced: PricedPlan) -> tuple[float, float]:
-        plan, omega = priced.plan, priced.plan.solver.sensitivity
-        seconds = plan.predicted.latency_s * (1 + SAME_SPEED * (priced is not found[0]))
-        if options.max_latency_s is not None:  # both keep it
-            return omega, seconds
-        return seconds + (options.theta or 0.0) * omega, omega
-
-    best = min(found, key=cost)
+        raise _mildest(refused)
+    best = _best_of(found, asked)
+    plan = best.plan
+    assert plan.origin is not None
+    options = replace(plan.origin.options, search_time_limit=asked.search_time_limit)
     others = [PolicyChoice(e.plan.policy.name, plan_choice(e.plan)) for e in found if e is not best]
-    beside = replace(best.plan.beside, other_policy=others[0] if others else None)
-    return replace(best, plan=replace(best.plan, beside=beside))
+    beside = replace(plan.beside, other_policy=others[0] if others else None)
+    plan = replace(plan, beside=beside, origin=replace(plan.origin, options=options))
+    return replace(best, plan=plan)
+
+
+def _mildest(refused: Sequence[InfeasibleError]) -> InfeasibleError:
+    """The refusal of a plan that fits, and comes nearest to a bound; else the first."""
+    fits = [error for error in refused if isinstance(error, BoundNotMetError)]
+    return min(fits, key=lambda error: error.reachable) if fits else refused[0]
+
+
+def _best_of(found: Sequence[PricedPlan], asked: PlanOptions) -> PricedPlan:
+    """The best by what was asked: the rule of a quality, a bound, or theta."""
+
+    def point(priced: PricedPlan, choice: PlanChoice) -> ThetaPoint[PricedPlan]:
+        seconds = priced.costs.generated_tokens / choice.tokens_per_s
+        seconds *= 1 + SAME_SPEED * (priced is not found[0])
+        return ThetaPoint(priced.costs.theta, seconds, choice.sensitivity, 0.0, priced, seconds)
+
+    points = [point(each, plan_choice(each.plan)) for each in found]
+    quality = quality_of(asked)
+    if quality is not None:
+        fast = [
+            point(each, other.plan)
+            for each in found
+            for other in each.plan.beside.qualities
+            if other.quality == "fast"
+        ]
+        fastest = min((*fast, *points), key=lambda each: each.predicted_s)
+        return best_by_rules(fastest, points)[quality].plan
+    if asked.max_latency_s is not None:  # both keep it
+        return min(points, key=lambda each: (each.omega, each.predicted_s)).plan
+    return min(points, key=lambda each: (each.cost(asked.theta or 0.0), each.omega)).plan
 
 
 def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:

@@ -133,7 +133,9 @@ def test_it_says_the_same(
 def test_so_does_one_of_a_job(folder: Path) -> None:
     """Also the answers are of the whole job, which takes far longer than one batch."""
     job = Job(600, Lengths((24, 64, 40), (5, 16, 11)))
-    plan = Cluster(ClusterSpec.from_dict(CLUSTER)).plan(MODEL, job, theta=1.0, group=4)
+    plan = Cluster(ClusterSpec.from_dict(CLUSTER)).plan(
+        MODEL, job, theta=1.0, group=4, policy="static"
+    )
     again = loaded(plan)
     assert again.spec == plan.spec
     assert again.limits == plan.limits

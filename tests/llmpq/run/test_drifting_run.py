@@ -51,6 +51,7 @@ def planned(
     path.write_text(CLUSTER)
     cluster = Cluster.from_yaml(path)
     options: dict[str, Any] = {"dtype": "float32", "bits": [16], "keep_all_devices": True}
+    options["policy"] = "static"
 
     def with_slots(slots: int, lengths: Lengths = LENGTHS) -> PlanSpec:
         return cluster.plan(tiny[0], Job(ROWS, lengths), in_flight=slots, **options).spec

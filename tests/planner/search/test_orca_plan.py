@@ -22,7 +22,9 @@ from planner.plan.spec import PlanSpec
 from planner.schedule.orca import MixedPass
 from planner.schedule.passes import OrcaSizes
 from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, PolicyOptions
+from planner.search import find
 from planner.search.find import PricedPlan
+from planner.search.request import PlanningRequest
 from planner.simulation.simulation import sizes_of_policy
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import InfeasibleError, SpecError
@@ -239,21 +241,36 @@ def test_auto_takes_the_policy_with_the_faster_forecast(lengths: Lengths, faster
     assert found.origin.options.policy == faster  # by which it is planned again
 
 
-def test_auto_shares_the_time_and_gives_each_policy_its_own_options() -> None:
-    given = {"max_batch_size": 3, "prefill_chunk_tokens": 16, "search_time_limit": 8.0}
-    compared = PlanOptions.of({"policy": "auto", **given}).compared
-    assert [
-        (e.policy, e.max_batch_size, e.prefill_chunk_tokens, e.search_time_limit) for e in compared
-    ] == [("static", None, None, 4.0), ("orca", 3, 16, 4.0)]
-    assert PlanOptions.of({"policy": "orca", **given}).compared == ()
+def test_each_policy_has_its_own_options_and_what_is_planned_again_all_of_the_time() -> None:
+    given = {"max_batch_size": 120, "prefill_chunk_tokens": 48, "search_time_limit": 8.0}
+    found = small("auto", LENGTHS, **given)
+    assert found.policy == PolicyOptions("orca", 120, 48)
+    assert found.origin is not None
+    assert found.origin.options == PlanOptions.of(
+        {"policy": "orca", "bits": (16,), "relative_gap": 0.02, **given}
+    )
     with pytest.raises(InfeasibleError, match="GiB"):
         small("auto", LENGTHS, memory_margin=0.95)
 
 
-def test_auto_goes_with_static_where_both_are_as_fast() -> None:
-    alike = Lengths.constant(64, 16)
-    found = small("auto", alike, in_flight=1)
-    assert found.policy.name == "static"
+@pytest.mark.parametrize(
+    ("lengths", "policies"),
+    [(Lengths.constant(64, 16), ["static"]), (Lengths((60, 64), (16, 16)), ["static", "orca"])],
+    ids=["alike", "unlike"],
+)
+def test_auto_goes_with_static_where_both_are_as_fast(
+    lengths: Lengths, policies: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[str] = []
+    search = find._find
+
+    def noted(request: PlanningRequest, *given: Any) -> PricedPlan:
+        searched.append(request.options.policy)
+        return search(request, *given)
+
+    monkeypatch.setattr(find, "_find", noted)
+    assert small("auto", lengths, in_flight=1).policy.name == "static"
+    assert searched == policies
 
 
 @pytest.mark.parametrize(
