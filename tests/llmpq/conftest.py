@@ -172,9 +172,12 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def local_ray(ray_address: str, worker_environment: dict[str, str]) -> Iterator[None]:
-    """A joined Ray, for tests that neither end it nor look at its processes."""
+    """A joined Ray, for tests that neither end it nor look at its processes. Stages of a busy
+    machine have their time to answer.
+    """
     import ray
 
     ray.init(address=ray_address, log_to_driver=False, runtime_env=worker_environment)
-    yield
+    with patch("actors.processes.observer.POLL_S", 120.0):
+        yield
     ray.shutdown()

@@ -64,10 +64,10 @@ JOB, MANY = 12, 200
 
 
 def rates_and_latencies(
-    request: BoundRequest, cluster: ClusterSpec = ONE
+    request: BoundRequest, cluster: ClusterSpec = ONE, options: PlanOptions = OPTIONS
 ) -> Iterator[tuple[float, float]]:
     """Yield those of all schedules on all placements, by timelines."""
-    for placement in every_placement(bounded_costs(cluster, request, THREE_LAYERS, OPTIONS)):
+    for placement in every_placement(bounded_costs(cluster, request, THREE_LAYERS, options)):
         placed = RraSpace(placement, job_of(request), request)
         for controls in itertools.product(*placed.ranges):
             found = placed.exact(controls, request.quantile)
@@ -123,12 +123,12 @@ def test_groups_of_equal_devices_are_tried_unless_a_degree_is_named() -> None:
     cluster = ClusterSpec.from_dict({"name": "two", "nodes": [node]})
     group = grouped_cluster(cluster, [tuple(each.name for each in cluster.devices)])
     request = BoundRequest(LENGTHS, 100.0, kinds=("rra",), prompts=JOB)
-    grouped = list(rates_and_latencies(request, group))
+    grouped = list(rates_and_latencies(request, group, replace(OPTIONS, bits=(16,))))
     bound_s = 3 * min(latency_s for _, latency_s in grouped)
     request = replace(request, bound_s=bound_s)
 
     def rate(**given: Any) -> float:
-        options = {"bits": (4, 16), "head": "last", "memory_margin": 0.0, "theta": 0.0} | given
+        options = {"bits": (16,), "head": "last", "memory_margin": 0.0, "theta": 0.0} | given
         chosen = PlanOptions.of({**options, "max_request_latency_s": bound_s})
         found = find_bounded_plan(cluster, THREE_LAYERS, "three", request, chosen).latency
         assert found is not None
@@ -183,9 +183,8 @@ class Work:
         return timed
 
 
-@pytest.mark.parametrize("limit_s", [2.0, 3.0])
 def test_a_search_ends_within_its_time_limit_whatever_it_had_begun(
-    limit_s: float, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By a clock of work, with the plans of other qualities; it would go on for far longer."""
     work = Work()
@@ -198,13 +197,14 @@ def test_a_search_ends_within_its_time_limit_whatever_it_had_begun(
         monkeypatch.setattr(owner, name, work.taking(getattr(owner, name), seconds))
     request = BoundRequest(LENGTHS, 0.03, QUANTILE, kinds=("rra",), prompts=MANY)
     took_s = []
-    for limit in (limit_s, 1000.0):
+    for limit in (2.0, 3.0, 1000.0):
         options, began_s = replace(OPTIONS, theta=None, search_time_limit=limit), work.now_s
         plan = find_bounded_plan(ONE, THREE_LAYERS, "three", request, options, work)
         took_s.append(work.now_s - began_s)
         assert plan.latency is not None
         assert plan.latency.latency_s <= 0.03
-    assert took_s[0] <= limit_s < took_s[1] / 2
+    assert took_s[0] <= 2.0
+    assert took_s[1] <= 3.0 < took_s[2] / 2
 
 
 @pytest.mark.parametrize(
@@ -253,6 +253,7 @@ def test_without_a_quality_no_other_plan_stands_beside() -> None:
     assert within(0.025, OPTIONS).beside == PlansBeside()
 
 
+@cache
 def planned_within(bound_s: float, options: PlanOptions) -> PlanSpec:
     """The plan alone, without those beside it."""
     with pytest.MonkeyPatch.context() as patch:
@@ -265,7 +266,6 @@ def within(bound_s: float, options: PlanOptions) -> PlanSpec:
     return find_bounded_plan(ONE, THREE_LAYERS, "three", request, options, lambda: 0.0)
 
 
-@cache
 def near_full_bits_keep(bound_s: float) -> bool:
     """Whether a plan of 8 and 16 bit keeps the bound."""
     try:

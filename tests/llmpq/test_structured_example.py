@@ -6,11 +6,6 @@ import runpy
 
 import pytest
 
-from tests.llmpq.conftest import (  # noqa: F401  (fixtures)
-    local_ray,
-    ray_address,
-    worker_environment,
-)
 from tests.paths import EXAMPLES
 
 

@@ -9,11 +9,6 @@ from pathlib import Path
 import pytest
 
 from llmpq import Cluster, Workload
-from tests.llmpq.conftest import (  # noqa: F401  (fixtures)
-    local_ray,
-    ray_address,
-    worker_environment,
-)
 from tests.paths import DEMO_MODEL, ROOT
 
 TEMPLATE = "{% for each in messages %}{{ each.content }}{% endfor %}{# tools #}"

@@ -9,11 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.llmpq.conftest import (  # noqa: F401  (fixtures)
-    local_ray,
-    ray_address,
-    worker_environment,
-)
 from tests.paths import ROOT
 
 pytestmark = [
