@@ -92,9 +92,9 @@ class Cluster:
         `request_lengths`, of files or of a job.
 
         `options` are the fields of `PlanOptions`: `quality`, `in_flight`, `theta`, `bits`, `dtype`,
-        `objective`, `method`, `solver`, `group`, … `policy` is `auto` of a job, unless one or what
-        only `static` has is given. Raises `SpecError` for what cannot be planned as
-        asked and `InfeasibleError` when it does not fit.
+        `objective`, `method`, `solver`, `group`, … `policy` is `auto` of a job of unlike lengths,
+        unless one or what only `static` has is given. Raises `SpecError` for what cannot be planned
+        as asked and `InfeasibleError` when it does not fit.
         """
         shape = checked_shape(model)
         if isinstance(workload, Workload | Job):
@@ -109,7 +109,7 @@ class Cluster:
             )
         ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
         if isinstance(ordinary, Job):
-            chosen = chosen.of_job(options)
+            chosen = chosen.of_job(ordinary.lengths, options)
         with naming(workload.longest if isinstance(workload, InputJob) else None):
             found = find_plan(self.spec, shape, str(model), ordinary, chosen)
         plan = found.plan

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.adapters import named_adapters
+from planner.lengths import Lengths
 from planner.model.tensor_parallel import DEGREES
 from planner.optimiser.names import (
     BASELINE_METHODS,
@@ -227,8 +228,8 @@ class PlanOptions:
     policy: PlannedPolicy = option(
         (AUTO, *POLICY_NAMES),
         "scheduling to plan for: micro-batches of one phase (static), or at every iteration anew "
-        "first come, first served (orca) or by predicted lengths (s3); auto plans jobs of unlike "
-        "lengths for static and orca and takes the better forecast (default: auto of a job of one "
+        "first come, first served (orca) or by predicted lengths (s3); auto plans for static and "
+        "orca and takes the better forecast (default: auto of a job of unlike lengths on one "
         "pipeline, else static); exegpt is that of --max_request_latency_s",
         STATIC,
         within=ANY,  # with the next two, `PolicyOptions` checks it
@@ -316,12 +317,12 @@ class PlanOptions:
             prefill_chunk_tokens=self.prefill_chunk_tokens if mixes else None,
         )
 
-    def of_job(self, given: Collection[str]) -> PlanOptions:
-        """The options of a job, where so many were `given`: policies are compared unless one was
-        chosen, or what only `static` has: its micro-batches, and the paper's baselines.
+    def of_job(self, lengths: Lengths, given: Collection[str]) -> PlanOptions:
+        """The options of a job, where so many were `given`: of unlike lengths policies are compared
+        unless one was chosen, or what only `static` has: its micro-batches, or a baseline's method.
         """
         decided = {"policy", "prefill_micro_batch", "decode_micro_batch"}.intersection(given)
-        if decided or self.method in BASELINE_METHODS:
+        if decided or lengths.are_alike or self.method in BASELINE_METHODS:
             return self
         return dataclasses.replace(self, policy="auto")
 

