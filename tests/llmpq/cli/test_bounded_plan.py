@@ -38,7 +38,7 @@ def test_a_file_of_lengths_is_enough(tmp_path: Path, capsys: pytest.CaptureFixtu
     lengths, plan, page = tmp_path / "l.csv", tmp_path / "plan.json", tmp_path / "plan.html"
     lengths.write_text(f"{HEADER}20,5\n40,9\n40,13\n")
     files = ["-o", str(plan), "--report", str(page), "--trace", str(tmp_path / "cycles.svg")]
-    words = [*ASKED, "--max_request_latency_s", "2", "--lengths", str(lengths), *files]
+    words = [*ON_ONE, "--max_request_latency_s", "2", "--lengths", str(lengths), *files]
     assert plan_cli.main(words) == 0
     told = capsys.readouterr().out
     assert "99 % of requests within 2 s" in told

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import pytest
 
 from llmpq import Cluster, Workload
 from tests.llmpq.processes import children_of, name_of, wait_until_gone
+from tests.llmpq.secret_words import HF_SECRET, RAY_SECRET, with_secrets
 from tests.paths import ROOT
 
 MODEL = ROOT / "examples" / "demo_model"
@@ -36,23 +38,36 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     plan_file, prompts = folder / "plan.json", folder / "prompts.jsonl"
     (folder / "cluster.yaml").write_text(ONE_DEVICE)
     cluster = Cluster.from_yaml(folder / "cluster.yaml")
-    cluster.plan(MODEL, Workload(8, 16, 200)).save(plan_file)
+    plan = cluster.plan(MODEL, Workload(8, 16, 200))
+    plan.save(plan_file)
+    plan.report(folder / "report.html")
     rows = [
         {"custom_id": f"q{i}", "prompt": [5 + i] * 8, "max_new_tokens": 2 + 198 * (i % 2)}
         for i in range(ROWS)
     ]
-    prompts.write_text("".join(json.dumps(row | {"ignore_eos": True}) + "\n" for row in rows))
+    lines = ['{"prompt": 1}', *(json.dumps(row | {"ignore_eos": True}) for row in rows)]
+    prompts.write_text("\n".join(lines))
     command = [sys.executable, "-m", "llmpq.cli.run", "--plan", str(plan_file)]
     return [*command, "--input", str(prompts), "--shard-rows", "1"]
 
 
+@pytest.fixture
+def ray_folder() -> Iterator[Path]:
+    """Of a short name: Ray keeps sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as name:
+        yield Path(name)
+
+
 @contextmanager
-def running(job: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    job: list[str], folder: Path, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """The job once it has committed something."""
     process = subprocess.Popen(
         [*job, "--output", str(folder / "results.jsonl")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=environment,
     )
     deadline = time.monotonic() + LIMIT_S
     try:
@@ -70,18 +85,35 @@ def kept_in(folder: Path) -> list[Path]:
     return list(folder.glob("results.jsonl.job/part-*-1-*.jsonl"))
 
 
-def test_an_interrupt_keeps_results_and_frees_everything(job: list[str], tmp_path: Path) -> None:
-    """SIGTERM does the same; `test_batch_job` stops a job by it."""
-    with running(job, tmp_path) as process:
+def test_an_interrupt_keeps_results_and_frees_everything(
+    job: list[str], tmp_path: Path, ray_folder: Path
+) -> None:
+    """SIGTERM does the same; `test_batch_job` stops a job by it. No secret is in what is left:
+    plan, results, manifest, journal, cache, what is printed, and Ray's own logs.
+    """
+    job = [*job, "--show-plan"]
+    environment = with_secrets(tmp_path) | {"RAY_TMPDIR": str(ray_folder)}
+    with running(job, tmp_path, environment) as process:
         started = children_of(process.pid)
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=LIMIT_S)
+        told, error = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, error
     assert b"what was finished is kept" in error
     assert b"Traceback" not in error
     assert not (tmp_path / "results.jsonl").exists()
     assert 0 < len(kept_in(tmp_path)) < ROWS
     wait_until_gone(started)
+    planned = Path(job[job.index("--plan") + 1]).parent
+    left = [path for folder in (tmp_path, ray_folder, planned) for path in files_below(folder)]
+    names = {path.name for path in left}
+    assert {"plan.json", "report.html", "job.json", "job.journal"} <= names
+    assert any(path.suffix == ".log" for path in left), "Ray's logs are elsewhere"
+    for content in (told, error, *(path.read_bytes() for path in left)):
+        assert not [secret for secret in (HF_SECRET, RAY_SECRET) if secret.encode() in content]
+
+
+def files_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
 
 
 @pytest.mark.rare

@@ -11,7 +11,7 @@ import pytest
 
 from llmpq.profile.first_use import CpuTimes
 
-SPIN = "import os\nwhile os.times().user < 0.5: pass"
+SPIN = "import os\nwhile os.times().user < 0.3: pass"
 
 
 def test_ticks_of_allowed_cpus_are_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_ended_children_are_no_others() -> None:
     before = CpuTimes.now()
     subprocess.run([sys.executable, "-c", SPIN], check=True)
     after = CpuTimes.now()
-    assert after.own_s - before.own_s >= 0.5
+    assert after.own_s - before.own_s >= 0.3
     with subprocess.Popen([sys.executable, "-c", SPIN + "\nprint(1, flush=True)\ninput()"],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as busy:  # fmt: skip
         assert busy.stdout is not None
@@ -45,6 +45,6 @@ def test_ended_children_are_no_others() -> None:
         meanwhile = CpuTimes.now()
     if meanwhile.passed_s == 0.0:
         pytest.skip("this kernel does not count")
-    assert meanwhile.own_s - after.own_s < 0.5
-    assert meanwhile.worked_s - after.worked_s > 0.4
+    assert meanwhile.own_s - after.own_s < 0.3
+    assert meanwhile.worked_s - after.worked_s > 0.25
     assert meanwhile.others_since(after) > 0

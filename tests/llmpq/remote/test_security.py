@@ -1,5 +1,6 @@
 """The promises of docs/security.md: nothing of others is run, nothing is written or read elsewhere,
-secrets stay where they are. Names are only shown: test_shown_names.py; parsers: tests/properties.
+secrets stay where they are. Names are only shown: test_shown_names.py; parsers: tests/properties;
+what a run leaves: tests/llmpq/cli/test_interrupt.py.
 """
 
 from __future__ import annotations
@@ -7,9 +8,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +31,7 @@ from quant.common.text import printable
 from quant.loading.cache_folder import CacheKey, NewEntry, ShardCache
 from tests.llmpq.fake_jobs import IDENTITY
 from tests.llmpq.hostile import with_texts
+from tests.llmpq.secret_words import HF_SECRET, RAY_SECRET, with_secrets
 from tests.paths import ROOT
 
 PACKAGES = ("llmpq", "actors", "planner", "quant")
@@ -132,62 +131,13 @@ def test_files_aside_cannot_be_foreseen_or_replaced_by_links(
 
 # --- secrets stay where they are ----------------------------------------------------------------
 
-HF_SECRET, RAY_SECRET, URL_SECRET = "hf_SeCrEt0123456789abcdef", "raytok-4711-SeCrEt", "pa55-in-URL"
+URL_SECRET = "pa55-in-URL"
 SECRETS = (HF_SECRET, RAY_SECRET, URL_SECRET)
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Secrets in all the places where people put them."""
-    return os.environ | {
-        "HF_TOKEN": HF_SECRET,
-        "HUGGING_FACE_HUB_TOKEN": HF_SECRET,
-        "RAY_AUTH_TOKEN": RAY_SECRET,
-        "HF_HUB_OFFLINE": "1",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
-
-
-@pytest.fixture
-def ray_folder() -> Iterator[Path]:
-    """Of a short name: Ray keeps sockets in it."""
-    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as name:
-        yield Path(name)
-
-
-def test_no_secret_in_anything_a_run_leaves(
-    one_stage: Plan, tmp_path: Path, environment: dict[str, str], ray_folder: Path
-) -> None:
-    """Plan, results, trace, manifest, journal, cache, what is printed, and Ray's own logs."""
-    one_stage.save(tmp_path / "plan.json")
-    one_stage.report(tmp_path / "report.html")
-    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "prompt": [5, 6, 7]}\n{"prompt": 1}\n')
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "llmpq.cli.run", "--plan", tmp_path / "plan.json"),
-            *("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"),
-            *("--trace", tmp_path / "trace.json", "--show-plan"),
-        ],
-        env=environment | {"RAY_TMPDIR": str(ray_folder)},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 3, done.stderr[-2000:]  # one bad row
-    assert not [secret for secret in SECRETS if secret in done.stdout + done.stderr]
-    looked = [path for folder in (tmp_path, ray_folder) for path in files_below(folder)]
-    assert {"plan.json", "out.jsonl", "trace.json", "job.json", "job.journal"} <= {
-        p.name for p in looked
-    }
-    assert any(path.suffix == ".log" for path in looked), "Ray's logs are elsewhere"
-    for path in looked:
-        content = path.read_bytes()
-        assert not [secret for secret in SECRETS if secret.encode() in content], path
-
-
-def files_below(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return with_secrets(tmp_path)
 
 
 def test_no_secret_in_messages(

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ print(json.dumps({
 }), flush=True)
 sys.stdin.readline()
 """
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[WorkerForks]:
+    with closing(WorkerForks(stage_environment(1))) as started:
+        yield started
 
 
 @pytest.fixture
@@ -60,8 +67,19 @@ def told(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-def test_a_worker_is_a_fork_with_its_own_command_and_surroundings(program: Path) -> None:
-    forks = WorkerForks(stage_environment(1))
+CHECKS = "tests.llmpq.remote.prepared_checks"
+
+
+def test_forks_do_what_they_are_asked_with_all_that_transformers_has(forks: WorkerForks) -> None:
+    names = ("leave_out_what_only_compilers_need", "generate_as_transformers", "fail")
+    asked = [forks.ask(f"{CHECKS}:{name}") for name in names]
+    assert [is_done() for is_done in asked] == [True, True, False]
+
+
+def test_a_worker_is_a_fork_with_its_own_command_and_surroundings(
+    program: Path, forks: WorkerForks
+) -> None:
+    """And what is left once there is nobody to fork: tests before this one have their forks."""
     nice = os.nice(0) + 3
     surroundings = {"arguments": ["an", "argument"], "folder": str(program.parent)}
     surroundings |= {"variable": "yes", "nice": nice}
@@ -75,11 +93,15 @@ def test_a_worker_is_a_fork_with_its_own_command_and_surroundings(program: Path)
         second.communicate("\n")  # a caller stays as long as its worker
         psutil.wait_procs([ends], timeout=60)
         assert prepared.children() == [goes_on]
-        forks.close()
+        forks._process.kill()
+        forks._process.wait()
         first.communicate()
     _, left = psutil.wait_procs([goes_on], timeout=60)
     assert not left
     assert not psutil.pid_exists(parent)
+    assert not forks.ask("builtins:print")()
+    forks.close()
+    assert not forks.ask("builtins:print")()
     with start(forks, program) as third:  # there is nothing to fork: it becomes Python
         found = [told(third)]
         plain = {"pid": third.pid, "parent": os.getpid(), "threads": None, "alone": False}
@@ -87,20 +109,7 @@ def test_a_worker_is_a_fork_with_its_own_command_and_surroundings(program: Path)
         third.communicate("\n")
 
 
-CHECKS = "tests.llmpq.remote.prepared_checks"
-
-
-def test_forks_do_what_they_are_asked_with_all_that_transformers_has() -> None:
-    with closing(WorkerForks({})) as forks:
-        names = ("leave_out_what_only_compilers_need", "generate_as_transformers", "fail")
-        asked = [forks.ask(f"{CHECKS}:{name}") for name in names]
-        assert [is_done() for is_done in asked] == [True, True, False]
-        forks._process.kill()
-        forks._process.wait()
-        assert not forks.ask("builtins:print")()  # nobody is there
-    assert not forks.ask("builtins:print")()
-
-
+@pytest.mark.rare  # `test_jobs_command.py` kills a run, of whose processes none is left
 def test_the_prepared_process_ends_with_who_started_it() -> None:
     code = "import os\nfrom llmpq.remote.worker_forks import WorkerForks\n"
     code += "print(WorkerForks({})._process.pid, flush=True)\nos._exit(0)"

@@ -106,7 +106,7 @@ def test_a_looser_bound_is_never_worse(kind: ScheduleKind, gib: list[float]) -> 
     cluster = small_cluster(gib, ("T4",) * len(gib))
 
     def found(bound_s: float) -> Scheduled:
-        request = BoundRequest(LENGTHS, None, QUANTILE, kinds=(kind,), prompts=60)
+        request = BoundRequest(LENGTHS, None, QUANTILE, kinds=(kind,), prompts=JOB)
         costs = bounded_costs(cluster, request, THREE_LAYERS, OPTIONS)
         return BoundedSearch(costs, request, lambda: 0.0).within(bound_s)
 
@@ -153,7 +153,7 @@ def test_a_search_without_time_has_a_plan_that_keeps_the_bound(
     monkeypatch.setattr(RraPlanner, "placed", counted)
     minutes = itertools.count()
     cluster = small_cluster([15.0, 31.0])
-    request = BoundRequest(LENGTHS, 1.0, QUANTILE, kinds=("rra",), prompts=MANY)
+    request = BoundRequest(LENGTHS, 1.0, QUANTILE, kinds=("rra",), prompts=40)
     found, searched = [], []
     for clock in (lambda: 60.0 * next(minutes), lambda: 0.0):
         placed.clear()
