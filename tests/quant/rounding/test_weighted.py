@@ -66,25 +66,33 @@ def best_of_all(
 
 
 @pytest.mark.parametrize("compiled", WAYS)
-@pytest.mark.parametrize("grid", GRIDS)
-def test_error_is_near_the_least_possible(grid: Grid, compiled: bool) -> None:
-    """Groups of 16 weights at 3 bit. Alternating ends in local minima, but in sum it is within 20 %
-    of the search.
-    """
-    weight, inputs = problem(16, 16, seed=1)
-    importance = column_importance(inputs, 16)
-    found = restored(fit(weight, importance, 3, 16, grid, compiled), 3, grid)
+@pytest.mark.parametrize(
+    ("bits", "size", "grid"), [*((3, 16, grid) for grid in GRIDS), (4, 32, "free")]
+)
+def test_error_is_near_the_least_possible(bits: int, size: int, grid: Grid, compiled: bool) -> None:
+    """Alternating ends in local minima, but in sum it is within 15 % of the search."""
+    weight, importance = even_problem(size)
+    found = restored(fit(weight, importance, bits, size, grid, compiled), bits, grid)
     error = group_errors(weight, found, importance, 1).squeeze(1)
-    assert float(error.sum()) < 1.2 * least_error(grid)
+    assert float(error.sum()) < 1.15 * least_error(bits, size, grid)
 
 
 @cache
-def least_error(grid: Grid) -> float:
+def least_error(bits: int, size: int, grid: Grid) -> float:
     """That of the search, over all groups, which both ways of fitting are held against."""
-    weight, inputs = problem(16, 16, seed=1)
-    importance = column_importance(inputs, 16).double().numpy()
+    weight, importance = even_problem(size)
     zeros = {"free": None, "integer": range(8), "middle": range(4, 5)}[grid]
-    return sum(best_of_all(row, importance, 3, zeros) for row in weight.double().numpy())
+    return sum(
+        best_of_all(row, importance.double().numpy(), bits, zeros)
+        for row in weight.double().numpy()
+    )
+
+
+def even_problem(size: int) -> tuple[Tensor, Tensor]:
+    """A weight, and importance that no two columns alone make up."""
+    weight, inputs = problem(16, size, seed=1)
+    squares = inputs.mean_square.clamp(max=1.0)
+    return weight, column_importance(InputStatistics(squares, squares.sqrt()), size)
 
 
 @pytest.mark.parametrize("compiled", WAYS)
