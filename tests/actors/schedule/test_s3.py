@@ -241,7 +241,7 @@ class PeakMachine(S3Machine):
     policy: PolicyName = "s3"
 
 
-PeakMachine.TestCase.settings = S3Machine.TestCase.settings
+PeakMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=40)
 TestPeakMachine = PeakMachine.TestCase
 
 

@@ -34,9 +34,13 @@ HEAVY = ("torch", "ray", "transformers", "scipy", "pandas", "pyarrow")
 CODE = f"""
 import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout
-from llmpq.cli.main import main
+from pkgutil import resolve_name
+from llmpq.cli.main import SUBCOMMANDS, main
 
-for name, (command, calls) in json.loads(sys.argv[1]).items():
+todo = json.loads(sys.argv[1])
+for command, _ in todo.values():  # once for all forks
+    resolve_name(f"llmpq.cli.{{SUBCOMMANDS[command].entry}}")
+for name, (command, calls) in todo.items():
     if os.fork():
         os.wait()
         continue
@@ -59,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("cheap")
     with alone():
         job = job_of_input(PROMPTS, MODEL, 48)
-        plan = Cluster.from_yaml(DEMO_CLUSTER).plan(MODEL, job, theta=1.0)
+        plan = Cluster.from_yaml(DEMO_CLUSTER).plan(MODEL, job, theta=1.0, in_flight=8, policy="static")
     plan.save(made / "plan.json")
     lines = PROMPTS.read_text().splitlines(keepends=True)
     (made / "twice.jsonl").write_text("".join([*lines, lines[0]]))

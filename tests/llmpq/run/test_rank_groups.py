@@ -33,7 +33,7 @@ from tests.llmpq.faulty import LARGEST, FaultyRank
 
 pytestmark = pytest.mark.usefixtures("three_cpus")
 
-COUNT = 120
+COUNT = 80
 PROMPTS = random_prompts([1 + i % PROMPT_LENGTH for i in range(COUNT)])
 TWO = "{name: two, nodes: [{name: a, accelerators: {CPU: 2}, threads: 1, memory_gib: 1}]}"
 GROUP, SINGLE = 0, 1

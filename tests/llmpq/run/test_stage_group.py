@@ -20,7 +20,7 @@ from quant.common.errors import StageLostError
 from tests.actors.models import random_prompts, references
 from tests.llmpq.conftest import NEW_TOKENS
 
-TOGETHER = 16
+TOGETHER = 8
 """In place of `LEAST_TOGETHER`, and more than the slots of the plan."""
 AHEAD = (1 + MOST_AHEAD) * TOGETHER
 COUNT = 2 * AHEAD
