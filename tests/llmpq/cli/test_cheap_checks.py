@@ -63,7 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("cheap")
     with alone():
         job = job_of_input(PROMPTS, MODEL, 48)
-        plan = Cluster.from_yaml(DEMO_CLUSTER).plan(MODEL, job, theta=1.0, in_flight=8, policy="static")
+        plan = Cluster.from_yaml(DEMO_CLUSTER).plan(
+            MODEL, job, theta=1.0, in_flight=8, policy="static"
+        )
     plan.save(made / "plan.json")
     lines = PROMPTS.read_text().splitlines(keepends=True)
     (made / "twice.jsonl").write_text("".join([*lines, lines[0]]))

@@ -211,9 +211,9 @@ def test_token_slots_of_a_workload() -> None:
 
 
 def small(policy: str, lengths: Lengths, **options: object) -> PlanSpec:
-    cluster = ClusterSpec.from_counts(["T4"], [2])
+    cluster = ClusterSpec.from_counts(["T4"], [1])
     chosen = PlanOptions.of({"policy": policy, "bits": (16,), "relative_gap": 0.02, **options})
-    return find_plan(cluster, model_shape("opt-1.3b"), "opt-1.3b", Job(400, lengths), chosen).plan
+    return find_plan(cluster, model_shape("opt-1.3b"), "opt-1.3b", Job(150, lengths), chosen).plan
 
 
 @pytest.mark.parametrize(
