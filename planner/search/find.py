@@ -112,7 +112,11 @@ def _mildest(refused: Sequence[InfeasibleError]) -> InfeasibleError:
 
 
 def _best_of(found: Sequence[PricedPlan], asked: PlanOptions) -> PricedPlan:
-    """The best by what was asked: the rule of a quality, a bound, or theta."""
+    """The best by what was asked: the rule of a quality, a bound, or theta; with fewer bits of keys
+    and values only where none has more.
+    """
+    most = max(each.plan.kv_bits for each in found)
+    found = [each for each in found if each.plan.kv_bits == most]
 
     def point(priced: PricedPlan, choice: PlanChoice) -> ThetaPoint[PricedPlan]:
         seconds = priced.costs.generated_tokens / choice.tokens_per_s

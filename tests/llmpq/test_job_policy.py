@@ -92,6 +92,21 @@ def test_a_plan_keeps_its_policy_when_it_is_run_and_planned_again(unlike: PlanSp
         assert fewer.policy.name == plan.policy.name
 
 
+def priced(policy: str, rate: float, omega: float, kv_bits: int = 16) -> Any:
+    plan = job_plan()
+    return SimpleNamespace(
+        plan=replace(
+            plan,
+            predicted=replace(plan.predicted, tokens_per_s=rate),
+            solver=replace(plan.solver, sensitivity=omega),
+            beside=PlansBeside(),
+            kv_bits=kv_bits,
+        ),
+        costs=SimpleNamespace(generated_tokens=300_000.0, theta=0.0),
+        policy=policy,
+    )
+
+
 @pytest.mark.parametrize(
     ("orca_rate", "asked", "taken"),
     [
@@ -113,19 +128,12 @@ def test_what_is_asked_for_decides_between_policies(
     time in `balanced`, and of it in `high`.
     """
 
-    def priced(policy: str, rate: float, omega: float) -> Any:
-        plan = job_plan()
-        return SimpleNamespace(
-            plan=replace(
-                plan,
-                predicted=replace(plan.predicted, tokens_per_s=rate),
-                solver=replace(plan.solver, sensitivity=omega),
-                beside=PlansBeside(),
-            ),
-            costs=SimpleNamespace(generated_tokens=300_000.0, theta=0.0),
-            policy=policy,
-        )
-
     found = [priced("static", 100.0, 0.0), priced("orca", orca_rate, 0.2)]
     best: Any = _best_of(found, PlanOptions.of(asked))
     assert best.policy == taken
+
+
+def test_keys_and_values_have_16_bits_under_the_policy_that_has_room_for_them() -> None:
+    found = [priced("static", 200.0, 0.0, kv_bits=8), priced("orca", 100.0, 0.0)]
+    best: Any = _best_of(found, PlanOptions.of({"kv_bits": "auto"}))
+    assert best.policy == "orca"
