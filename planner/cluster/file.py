@@ -20,6 +20,7 @@ from planner.cluster.described import (
     described_accelerator,
 )
 from quant.common.errors import SpecError
+from quant.common.files import MAX_DEPTH
 from quant.common.units import GIB
 
 MOST_BYTES = 1 << 20
@@ -32,21 +33,31 @@ _IMPOSSIBLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError
 """Errors that the library raises for malformed numbers, dates and truth values."""
 
 
+class _Loader(yaml.SafeLoader):
+    """Takes no deeper nesting than what reads and shows values has room for."""
+
+    _levels = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self._levels == MAX_DEPTH:
+            raise yaml.YAMLError(f"it nests too deeply: {MAX_DEPTH} levels at most are read")
+        self._levels += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._levels -= 1
+        return node
+
+
 def parse_yaml(text: str, label: str) -> tuple[object, yaml.Node | None]:
     """Parse to values and lined nodes; SpecError for invalid or huge YAML and repeated keys."""
     if len(text) > MOST_BYTES:
         raise SpecError(f"{label} has {len(text)} characters; a cluster takes at most {MOST_BYTES}")
     try:
-        document = yaml.compose(text, Loader=yaml.SafeLoader)
+        document = yaml.compose(text, Loader=_Loader)
         _check_nodes(document, label)
         values = document and yaml.SafeLoader("").construct_document(document)
         return values, document
     except (yaml.YAMLError, *_IMPOSSIBLE) as error:
         raise SpecError(f"{label} is not valid YAML: {error}") from error
-    except RecursionError as error:
-        raise SpecError(
-            f"{label} nests too deeply or contains itself; write it out flat"
-        ) from error
 
 
 def _check_nodes(document: yaml.Node | None, label: str) -> None:
