@@ -40,7 +40,7 @@ def forecast(bound_s: float | None = 20.0) -> LatencyForecast:
 def _plain(devices: tuple[str, ...], counts: tuple[int, ...]) -> PlanSpec:
     cluster = Cluster.from_counts(devices, counts)
     workload = Workload(IN_FLIGHT, 300, 50)
-    options = {"theta": 1.0, "keep_all_devices": True, "search_time_limit": 2.0, "group": 6}
+    options = {"theta": 1.0, "keep_all_devices": True, "search_time_limit": 600.0, "group": 6}
     options["bits"] = (3, 4, 16)
     return cluster.plan("opt-1.3b", workload, **options).spec  # type: ignore[arg-type]
 

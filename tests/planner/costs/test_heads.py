@@ -165,7 +165,7 @@ def test_a_cpu_leaves_room_for_the_heads() -> None:
     text = "{name: here, nodes: [{name: a, accelerators: {CPU: 1}, memory_gib: 3.2}]}"
     cluster = cluster_of(text)
     lengths = Lengths.constant(PROMPT, 20)
-    options = PlanOptions(bits=(16,), search_time_limit=2.0)
+    options = PlanOptions(bits=(16,), search_time_limit=600.0)
     plans = [
         find_plan(cluster, SHAPE, "opt-1.3b", Job(500, lengths, heads=heads), options).plan
         for heads in (PlannedHeads(), PlannedHeads(HEAD))
@@ -194,8 +194,8 @@ def test_schedules_under_a_bound_serve_more_requests_that_share_a_head(kind: Sch
     lengths = RequestLengths(
         LengthDistribution.of_sample([PROMPT]), LengthDistribution.of_sample([8, 16, 24])
     )
-    options = PlanOptions(bits=(16,), search_time_limit=2.0)
-    request = BoundRequest(lengths, None, 0.99, (kind,), 1000)
+    options = PlanOptions(bits=(16,), search_time_limit=600.0)
+    request = BoundRequest(lengths, None, 0.9, (kind,), 100)
     shared = replace(request, lengths=replace(lengths, heads=PlannedHeads(HEAD)))
     plans = [find_bounded_plan(TWO, SHAPE, "opt-1.3b", each, options) for each in (request, shared)]
     rates = [plan.latency.requests_per_s for plan in plans if plan.latency is not None]

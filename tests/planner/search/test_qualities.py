@@ -188,6 +188,6 @@ def test_the_qualities_of_a_batch_are_the_best_of_their_bits() -> None:
 def test_a_fleet_keeps_the_same_rule() -> None:
     cluster = ClusterSpec.from_counts(["T4-16GB"], [4])
     job, shape = Job.of(100, 512, 100), model_shape("qwen2.5-14b")
-    options = PlanOptions(search_time_limit=2.0, group=8, quality="high")
+    options = PlanOptions(search_time_limit=600.0, group=8, quality="high")
     fleet = find_fleet(FleetRequest(cluster, shape, "qwen2.5-14b", job, options), time.process_time)
     assert min(map(least_bits, fleet.replicas)) >= NEAR_FULL_BITS

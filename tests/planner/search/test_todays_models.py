@@ -15,7 +15,7 @@ A100S = Cluster.from_counts(["A100-SXM4-80GB"], [2])
 
 def plan_of(name: str) -> PlanSpec:
     workload = Workload(BATCH, PROMPT, NEW)
-    found = A100S.plan(name, workload, bits=(16,), head="last", search_time_limit=2).spec
+    found = A100S.plan(name, workload, bits=(16,), head="last", search_time_limit=600).spec
     check_plan(found, model_shape(name))
     return found
 
