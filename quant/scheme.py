@@ -34,7 +34,11 @@ PLAN_ROUNDINGS = (*ROUNDINGS, GPTQ)
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 GROUP_SIZES = (128, 64, 32)
-"""Group sizes, tried in this order; torch's int4pack matmul takes all of them."""
+"""Group sizes that kernels take, and in this order tried where a checkpoint is calibrated."""
+
+NARROW_GROUP = 32
+"""Columns that share a scale where weights are rounded as they are loaded: scale and zero then
+have a byte each (`quant.rounding.narrow`)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,12 @@ class LinearShape:
 
     @property
     def group(self) -> int:
-        return self.cut_group or self.stored_group or group_size(self.in_features)
+        return self.cut_group or self.stored_group or rounded_group(self.in_features)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether scale and zero of a group, if there are both, have a byte each."""
+        return self.stored_group is None and self.group == NARROW_GROUP
 
     @property
     def parameters(self) -> int:
@@ -72,7 +81,13 @@ class Processor:
 
 
 def group_size(in_features: int) -> int:
+    """Columns of a group in a checkpoint that is calibrated here."""
     return next((size for size in GROUP_SIZES if in_features % size == 0), in_features)
+
+
+def rounded_group(in_features: int) -> int:
+    """Columns of a group of a weight that is rounded as it is loaded."""
+    return in_features if in_features % NARROW_GROUP else NARROW_GROUP
 
 
 ROWS, COLUMNS = 0, 1
@@ -142,7 +157,7 @@ def part_shape(shape: LinearShape, cut: Cut) -> LinearShape:
     if cut.dimension == ROWS:
         return LinearShape(shape.in_features, cut.length, shape.stored_group)
     group = part_group(shape.group, cut)
-    is_usual = shape.stored_group is None and group == group_size(cut.length)
+    is_usual = shape.stored_group is None and group == rounded_group(cut.length)
     return LinearShape(cut.length, shape.out_features, None if is_usual else group)
 
 
@@ -205,4 +220,4 @@ class VarianceForm:
     def group(self, out_features: int, in_features: int, bits: int) -> int:
         if self.scales == "tensor":
             return out_features * in_features
-        return in_features if bits == 8 else group_size(in_features)
+        return in_features if bits == 8 else rounded_group(in_features)

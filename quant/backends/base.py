@@ -16,6 +16,7 @@ from torch.nn import functional
 from quant.common.errors import CheckpointError
 from quant.devices import moved_blocks, prefers_float32, ranges, row_blocks, rows_at_once
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
+from quant.rounding.narrow import decode_scales, encode
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
 
@@ -107,6 +108,29 @@ class CanonicalPacked(PackedWeight):
     @classmethod
     def represent(cls, weight: Tensor, rounding: Rounding = DEFAULT) -> Tensor:
         return dequantize(quantize(weight, cls.bits, rounding=rounding))
+
+
+def held_scales(canonical: CanonicalWeight, dtype: torch.dtype | None = None) -> Tensor:
+    """Scales and zeros of 3- and 4-bit codes as backends hold them: uint8 `[out, 1 + groups, 2]`
+    (`quant.rounding.narrow`), else `[out, groups, 2]` in `dtype`, without one as they are.
+    """
+    assert canonical.zero is not None, "3- and 4-bit codes are affine"
+    if canonical.narrow:
+        return encode(canonical.scale, canonical.zero)
+    dtype = dtype or canonical.scale.dtype
+    return torch.stack((canonical.scale.to(dtype), canonical.zero.to(dtype)), dim=-1)
+
+
+def read_scales(held: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and zeros `[out, groups]` of what `held_scales` gave."""
+    if held.dtype == torch.uint8:
+        return decode_scales(held)
+    scale, zero = held.unbind(-1)
+    return scale, zero
+
+
+def groups_of(held: Tensor) -> int:
+    return held.shape[1] - (held.dtype == torch.uint8)
 
 
 def copy_of(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -51,24 +51,47 @@ struct Affine {
     float scale, zero;
 };
 
-__device__ __forceinline__ Affine group_affine(const void* scales, size_t group) {
+// A row's octets and its groups, each of 2^group_shift octets, four or more; unused at 8 bit.
+// `narrow`: a group has two bytes, and a row two before its groups (quant/rounding/narrow.py).
+struct Width {
+    unsigned int octets, groups, group_shift, narrow;
+
+    // Scale and zero of an octet's group as bfloat16, the zero in the upper half.
+    __device__ __forceinline__ unsigned int affine_word(
+        const void* scales, unsigned int row, unsigned int octet) const {
+        const unsigned int group = octet >> group_shift;
+        if (!narrow)
+            return __ldg(static_cast<const unsigned int*>(scales) +
+                         static_cast<size_t>(row) * groups + group);
+        const unsigned short* own = static_cast<const unsigned short*>(scales) +
+                                    static_cast<size_t>(row) * (groups + 1);
+        const unsigned int exponent = __ldg(own), bytes = __ldg(own + 1 + group);
+        // 2^23 + byte as a float, from which that subtracts exactly: no conversion
+        const float code = __uint_as_float(0x4b000000u | (bytes & 0xffu)) - 8388608.0f;
+        const float steps = __uint_as_float(0x4b000000u | bytes >> 8) - 8388736.0f;  // 2^23 + 128
+        const float scale = code * __uint_as_float(exponent << 23);
+        const unsigned int zero = __float_as_uint(steps * 0.0625f * scale);
+        return __float_as_uint(scale) >> 16 | (zero & 0xffff0000u);
+    }
+
+    // Where the scales of a row begin.
+    __device__ __forceinline__ const void* scales_from(const void* scales, size_t row) const {
+        const unsigned char* bytes = static_cast<const unsigned char*>(scales);
+        if (BITS == 8) return bytes + row * 4;
+        return bytes + row * (narrow ? 2 * (groups + 1) : 4 * groups);
+    }
+};
+
+__device__ __forceinline__ Affine group_affine(
+    const void* scales, unsigned int row, unsigned int octet, Width width) {
     if (BITS == 8) return {1.0f, 0.0f};
-    const unsigned int both = __ldg(static_cast<const unsigned int*>(scales) + group);
+    const unsigned int both = width.affine_word(scales, row, octet);
     return {__uint_as_float(both << 16) * UNITS, __uint_as_float(both & 0xffff0000u)};  // bfloat16
 }
 
 __device__ __forceinline__ float row_scale(const void* scales, size_t row) {
     return BITS == 8 ? __ldg(static_cast<const float*>(scales) + row) * UNITS : 1.0f;
 }
-
-// A row's octets and its groups, each of 2^group_shift octets, four or more; unused at 8 bit.
-struct Width {
-    unsigned int octets, groups, group_shift;
-
-    __device__ __forceinline__ size_t group_of(unsigned int row, unsigned int octet) const {
-        return static_cast<size_t>(row) * groups + (octet >> group_shift);
-    }
-};
 
 __device__ __forceinline__ Octet load_octet(
     const unsigned int* __restrict__ packed, unsigned int row, unsigned int octet, unsigned int octets) {
@@ -152,7 +175,7 @@ __device__ __forceinline__ void multiply_one(
                 words[r][0] = loaded.x, words[r][1] = loaded.y, words[r][2] = loaded.z;
                 words[r][WORDS - 1] = loaded.w;
             }
-            affine[r] = group_affine(scales, width.group_of(first_row + r, run * OCTETS));
+            affine[r] = group_affine(scales, first_row + r, run * OCTETS, width);
         }
         float dots[ROWS] = {}, x_sums[CLASSES] = {};
 #pragma unroll
@@ -212,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) one_expert(
     const size_t before = static_cast<unsigned int>(__ldg(experts + product)) * rows;
     x += static_cast<size_t>(product / per_token) * width.octets * OCTET;
     packed += before * width.octets * BITS / 4;
-    scales = static_cast<const unsigned int*>(scales) + before * (BITS == 8 ? 1 : width.groups);
+    scales = width.scales_from(scales, before);
     bias = bias == nullptr ? nullptr : bias + before;
     multiply_one(x, packed, scales, bias, out, product, asked, first_row, rows, width);
 }
@@ -241,7 +264,7 @@ __device__ __forceinline__ void many_tokens(
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             codes[r] = load_octet(packed, first_row + r, octet, width.octets);
-            affine[r] = group_affine(scales, width.group_of(first_row + r, octet));
+            affine[r] = group_affine(scales, first_row + r, octet, width);
         }
         float weights[ROWS][OCTET];
 #pragma unroll
@@ -292,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) restore(
     const unsigned int row = first_row + index / width.octets, octet = index % width.octets;
 
     const Octet codes = load_octet(packed, row, octet, width.octets);
-    Affine affine = group_affine(scales, width.group_of(row, octet));
+    Affine affine = group_affine(scales, row, octet, width);
     if (BITS == 8) affine.scale = row_scale(scales, row);
     unsigned int words[4];
 #pragma unroll

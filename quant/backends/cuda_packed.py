@@ -20,7 +20,7 @@ from typing import ClassVar, Self
 import torch
 from torch.nn import functional
 
-from quant.backends.base import CanonicalPacked, PackedWeight
+from quant.backends.base import CanonicalPacked, PackedWeight, held_scales, read_scales
 from quant.backends.cuda_products import (
     TENSOR,
     Codes,
@@ -99,8 +99,8 @@ class CudaPacked(CanonicalPacked):
                 f"CUDA kernels take groups of {', '.join(map(str, GROUP_SIZES))} columns, not "
                 f"{canonical.group}; use backend torch_{cls.bits}bit"
             )
-        parameters = (canonical.scale.bfloat16(), canonical.zero.bfloat16())
-        return cls(pack_octets(canonical.codes, cls.bits), torch.stack(parameters, dim=-1), columns)
+        scales = held_scales(canonical, torch.bfloat16)
+        return cls(pack_octets(canonical.codes, cls.bits), scales, columns)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x, None)
@@ -136,7 +136,7 @@ class CudaPacked(CanonicalPacked):
         codes, scale, zero = self.packed[block], self.scales[block], None
         if self.bits != 8:
             codes = unpack_octets(codes, self.bits)
-            scale, zero = scale.unbind(-1)
+            scale, zero = read_scales(scale)
         group = self.in_features // scale.shape[1]
         return dequantize(CanonicalWeight(codes, scale, zero, self.bits, group))
 
@@ -149,13 +149,13 @@ class CudaPacked(CanonicalPacked):
 
 
 class Cuda3Bit(CudaPacked):
-    """`packed`: int32 `[out, 3, in / 32]`; `scales`: bfloat16 `[out, groups, 2]`."""
+    """`packed`: int32 `[out, 3, in / 32]`; `scales` as `held_scales`, bfloat16 or narrow."""
 
     bits: ClassVar[int] = 3
 
 
 class Cuda4Bit(CudaPacked):
-    """`packed`: uint8 `[out, in / 2]`; `scales`: bfloat16 `[out, groups, 2]`."""
+    """`packed`: uint8 `[out, in / 2]`; `scales` as of 3 bit."""
 
     bits: ClassVar[int] = 4
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from quant.backends.base import groups_of
 from quant.backends.cuda_driver import THREADS, Kernels, kernels_for
 from quant.backends.table import FUSED_TOKENS, TENSOR_TOKENS
 from quant.devices import row_blocks
@@ -57,12 +58,15 @@ Timer = Callable[[Callable[[], None]], float]
 
 
 class Width(ctypes.Structure):
-    """The struct `Width` of the source: octets and groups of a row, log2 of a group's octets."""
+    """The struct `Width` of the source: octets and groups of a row, log2 of a group's octets, and
+    whether scales and zeros are narrow.
+    """
 
     _fields_ = (
         ("octets", ctypes.c_uint),
         ("groups", ctypes.c_uint),
         ("group_shift", ctypes.c_uint),
+        ("narrow", ctypes.c_uint),
     )
 
 
@@ -80,9 +84,10 @@ class Codes(NamedTuple):
 
     @property
     def width(self) -> Width:
-        groups = self.scales.shape[1]
+        groups = groups_of(self.scales)
         octets = self.columns // _OCTET
-        return Width(octets, groups, (octets // groups).bit_length() - 1)
+        shift = (octets // groups).bit_length() - 1
+        return Width(octets, groups, shift, self.scales.dtype == torch.uint8)
 
 
 class Product(NamedTuple):

@@ -100,8 +100,7 @@ __device__ __forceinline__ Chunk load_chunk(
     }
     loaded.affine = 0;
     if (BITS != 8)
-        loaded.affine = __ldg(static_cast<const unsigned int*>(scales) +
-                              width.group_of(row, chunk * CHUNK_OCTETS));
+        loaded.affine = width.affine_word(scales, row, chunk * CHUNK_OCTETS);
     return loaded;
 }
 

@@ -11,14 +11,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from quant.backends.base import ThreadWords, read_scales
 from quant.devices import ranges, row_blocks
 from quant.numba_loops import compiled_loop, has_numba, torch_threads
+from quant.rounding.narrow import MIDDLE_ZERO, ZERO_STEPS
+from quant.scheme import NARROW_GROUP
 
 BLOCK_ROWS = 64
 """Rows that the kernel interleaves with AVX-512, and fewer without: ranges of rows that are
@@ -46,6 +50,9 @@ kernel's own packing, which goes over codes of 32 bits."""
 _SEGMENT_COLUMNS = 8192
 """Columns decoded at once: a block of 64 rows is then 2 MB of float32. A quarter of that would fit
 into a core's L2 cache, but products take 5 % longer for the calls."""
+
+_SCALE_WORDS = 1 << 20
+"""Scales restored at once for few tokens, 4 MB: of an eighth, the calls take a tenth longer."""
 
 _PRODUCT_WEIGHTS = 1 << 21
 _PRODUCT_ROWS = 256
@@ -125,15 +132,71 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     return blob
 
 
-def pack_scale_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Pack `[rows, groups]` to bfloat16 `[groups, rows, 2]`; GPTQ's float16 loses three bits of
-    eleven.
+def pack_scales(held: torch.Tensor) -> torch.Tensor:
+    """Turn scales and zeros as `held_scales` has them to `[groups, rows, 2]`: narrow ones, rows'
+    exponents in front, or bfloat16, by which GPTQ's float16 loses three bits of eleven.
     """
-    return torch.stack((scale.t(), zero.t()), dim=-1).to(torch.bfloat16).contiguous()
+    turned = held.transpose(0, 1)
+    return (turned if held.dtype == torch.uint8 else turned.to(torch.bfloat16)).contiguous()
+
+
+def kernel_scales(packed: torch.Tensor, block: slice, code_step: int = 1) -> torch.Tensor:
+    """Restore for a block of rows what the kernel takes, bfloat16 `[groups, rows, 2]`, until the
+    next call of this thread. Narrow scales are of codes that have been multiplied by `code_step`.
+    """
+    if packed.dtype != torch.uint8:
+        return packed[:, block].contiguous()
+    groups, rows = len(packed) - 1, packed.shape[1]
+    count = len(range(*block.indices(rows)))
+    if not _is_compiled(groups * NARROW_GROUP * rows):
+        scale, zero = read_scales(packed[:, block].transpose(0, 1))
+        return pack_scales(torch.stack((scale / code_step, zero), dim=-1))
+    words = _MEMORY.words(groups * count).view(groups, count)
+    loop = _restoring(torch.get_num_threads() > 1)
+    pairs = packed.view(torch.int16).squeeze(-1).numpy().view(np.uint16)
+    with torch_threads() if torch.get_num_threads() > 1 else nullcontext():
+        loop(pairs, block.indices(rows)[0], code_step, words.numpy().view(np.uint32))
+    return words.view(torch.bfloat16).view(groups, count, 2)
+
+
+_MEMORY = ThreadWords()
+
+
+@functools.cache
+def _restoring(parallel: bool) -> Any:
+    import numba
+
+    low, eight, half, exponent = map(np.uint32, (255, 8, 16, 23))
+    cut = np.uint32(0xFFFF0000)
+
+    def restore(pairs: Any, first: int, code_step: int, words: Any) -> None:
+        rows, step = words.shape[1], np.float32(code_step)
+        least, middle = step / np.float32(ZERO_STEPS), step * np.float32(MIDDLE_ZERO // ZERO_STEPS)
+        powers = np.empty(rows, np.float32)
+        for row in range(rows):
+            powers[row] = np.uint32(np.uint32(pairs[0, first + row]) << exponent).view(np.float32)
+            powers[row] /= step
+        for group in numba.prange(len(words)):
+            own, out = pairs[group + 1, first : first + rows], words[group]
+            for row in range(rows):
+                both = np.uint32(own[row])
+                scale = np.float32(np.int32(both & low)) * powers[row]
+                zero = (np.float32(np.int32(both >> eight)) * least - middle) * scale
+                zeros = np.float32(zero).view(np.uint32) & cut
+                out[row] = zeros | (np.float32(scale).view(np.uint32) >> half)
+
+    return compiled_loop(restore, parallel, exact=True)
+
+
+def few_rows(columns: int, rows: int) -> int:
+    """Rows of a weight whose scales are restored at once."""
+    if not _interleaved_rows():
+        return rows
+    return min(rows, whole_blocks(_SCALE_WORDS * NARROW_GROUP // columns))
 
 
 def multiply_few(
-    x: torch.Tensor, blob: torch.Tensor, group: int, scale_zero: torch.Tensor
+    x: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor, group: int
 ) -> torch.Tensor:
     """Call the kernel: bfloat16 `x` `[tokens, in]`, `blob` `[rows, in / 2]`, to `[tokens, rows]`; a
     weight is `(code - 8) * scale + zero`.
@@ -153,23 +216,23 @@ def _is_compiled(weights: int) -> bool:
 
 def multiply_many(
     x: torch.Tensor,
-    blob_of: Callable[[slice], torch.Tensor],
+    rows: int,
+    parts_of: Callable[[slice], tuple[torch.Tensor, torch.Tensor]],
     group: int,
-    scale_zero: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiply as `multiply_few`; rows beyond the last whole block, of another layout, go to the
-    kernel.
+    """Multiply as `multiply_few` with codes and scales of blocks; rows beyond the last whole block,
+    of another layout, go to the kernel.
     """
-    columns, rows = x.shape[1], scale_zero.shape[1]
+    columns = x.shape[1]
     step = min(product_rows(columns), whole_blocks(rows))
     memory = torch.empty(step * columns, dtype=torch.bfloat16)
     out = x.new_empty(x.shape[0], rows)
     decoder = None if _is_compiled(rows * columns) else _Decoder(columns, group)
     for block in stretches(rows, step):
-        blob, own, size = blob_of(block), scale_zero[:, block], block.stop - block.start
+        (blob, own), size = parts_of(block), block.stop - block.start
         weight = memory[: size * columns]
         if size % BLOCK_ROWS:
-            out[:, block] = multiply_few(x, blob, group, own.contiguous())
+            out[:, block] = multiply_few(x, blob, own, group)
         elif decoder is None:
             out[:, block] = torch.mm(x, _turned(weight.view(columns, size), blob, own, group))
         else:
@@ -224,6 +287,8 @@ def warm_up(columns: int, rows: int) -> None:
         weight = torch.empty(32, BLOCK_ROWS, dtype=torch.bfloat16)
         scale_zero = torch.zeros(1, BLOCK_ROWS, 2, dtype=torch.bfloat16)
         _turned(weight, torch.zeros(BLOCK_ROWS, 16, dtype=torch.uint8), scale_zero, 32)
+        narrow = torch.ones(1 + columns // NARROW_GROUP, rows, 2, dtype=torch.uint8)
+        kernel_scales(narrow, slice(None))
 
 
 def stretches(rows: int, step: int) -> Iterator[slice]:

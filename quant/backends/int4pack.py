@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import CanonicalPacked, ThreadWords
+from quant.backends.base import CanonicalPacked, ThreadWords, held_scales, read_scales
 from quant.backends.int4_layout import (
     BLOCK_ROWS,
     HALF_ROWS,
+    few_rows,
     is_many,
+    kernel_scales,
     layout_is_known,
     multiply_few,
     multiply_many,
     pack_codes,
-    pack_scale_zero,
+    pack_scales,
     pack_weight,
     product_rows,
     stretches,
     warm_up,
     whole_blocks,
 )
-from quant.devices import row_blocks
+from quant.devices import ranges, row_blocks
 from quant.rounding.canonical import CanonicalWeight, decode
 
 
@@ -31,39 +34,58 @@ def _is_whole(packed: torch.Tensor) -> bool:
     return len(packed) % BLOCK_ROWS == 0 and layout_is_known()
 
 
-def _restored(blob: torch.Tensor, scale_zero: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _restored(
+    blob: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
     """Restore whole blocks of the kernel's layout `[rows, in / 2]` on any device."""
     pairs = blob.view(-1, x.shape[-1], HALF_ROWS).transpose(1, 2)
     codes = torch.stack((pairs & 15, pairs >> 4), dim=1).view(len(blob), -1)
-    scale, zero = scale_zero.to(x.device, non_blocking=True).permute(2, 1, 0)
-    return decode(codes, scale, zero, 4).to(x.dtype)
+    return decode(codes, *scales, 4).to(x.dtype)
+
+
+def _scales_on(packed: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zeros `[rows, groups]` on the device."""
+    return read_scales(packed.to(device, non_blocking=True).transpose(0, 1))
 
 
 @dataclass(frozen=True)
 class Int4Pack(CanonicalPacked):
-    """4.25 bits a weight. `packed`: uint8 `[out, in / 2]`; `scale_zero`: bfloat16 `[groups, out,
-    2]`; the kernel's convention, `(code - 8) * scale + zero`, is the canonical one.
+    """4.5 bits a weight. `packed`: uint8 `[out, in / 2]`; `scales` as `pack_scales`; the kernel's
+    convention, `(code - 8) * scale + zero`, is the canonical one.
     """
 
     bits: ClassVar[int] = 4
 
     packed: torch.Tensor
-    scale_zero: torch.Tensor
+    scales: torch.Tensor
     group: int
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        assert canonical.zero is not None, "4-bit codes are affine"
-        scale_zero = pack_scale_zero(canonical.scale, canonical.zero)
-        return cls(pack_weight(canonical.codes), scale_zero, canonical.group)
+        scales = pack_scales(held_scales(canonical))
+        return cls(pack_weight(canonical.codes), scales, canonical.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
-        if is_many(tokens, len(self.packed)):
-            out = multiply_many(tokens, self.packed.__getitem__, self.group, self.scale_zero)
-        else:
-            out = multiply_few(tokens, self.packed, self.group, self.scale_zero)
-        return out.view(*x.shape[:-1], self.scale_zero.shape[1])
+        many = is_many(tokens, len(self.packed))
+        multiply = self._multiply_many if many else self._multiply_few
+        return multiply(tokens).view(*x.shape[:-1], len(self.packed))
+
+    def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
+        rows = len(self.packed)
+        step = few_rows(x.shape[1], rows) if self.scales.dtype == torch.uint8 else rows
+        if step == rows:
+            return multiply_few(x, *self._parts(slice(None)), self.group)
+        out = x.new_empty(len(x), rows)
+        for block in ranges(rows, step):
+            out[:, block] = multiply_few(x, *self._parts(block), self.group)
+        return out
+
+    def _multiply_many(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply_many(x, len(self.packed), self._parts, self.group)
+
+    def _parts(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.packed[block], kernel_scales(self.scales, block)
 
     def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
         warm_up(in_features, len(self.packed))
@@ -72,8 +94,10 @@ class Int4Pack(CanonicalPacked):
         if not _is_whole(self.packed):
             return None
         packed = self.packed.to(x.device, non_blocking=True)
-        return _restored(packed, self.scale_zero, x)
+        return _restored(packed, _scales_on(self.scales, x.device), x)
 
+
+_DOUBLED = 2
 
 _FREE_BITS = 0x11111111
 """Mask of the lowest bit of each nibble of a 32-bit word, which doubled codes leave free."""
@@ -85,7 +109,7 @@ takes a quarter longer (for the calls), and twice as much gains nothing."""
 
 @dataclass(frozen=True)
 class Int3Pack(CanonicalPacked):
-    """3.25 bits a weight in main memory, restored to 4 as they are read.
+    """3.5 bits a weight in main memory, restored to 4 as they are read.
 
     A 3-bit code takes three of a nibble's four bits in the int4 kernel's layout, so that three
     quarters of a block of 64 rows carry the last quarter in the bits that they leave free. A few
@@ -94,27 +118,27 @@ class Int3Pack(CanonicalPacked):
     Codes are held doubled, which leaves the lowest bit free and turns the kernel's convention into
     the canonical one: `(2 * code - 8) * (scale / 2) + zero = (code - 4) * scale + zero`, exactly.
 
-    `packed`: uint8 `[out, 3 * in / 8]`, every 64 rows one piece of memory; `scale_zero`: bfloat16
-    `[groups, out, 2]`.
+    `packed`: uint8 `[out, 3 * in / 8]`, every 64 rows one piece of memory; `scales` as
+    `pack_scales`: narrow ones of codes as they are, others of doubled ones.
     """
 
     bits: ClassVar[int] = 3
 
     packed: torch.Tensor
-    scale_zero: torch.Tensor
+    scales: torch.Tensor
     group: int
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        assert canonical.zero is not None, "3-bit codes are affine"
         codes = canonical.codes
         rows, columns = codes.shape
         packed = torch.empty(rows, 3 * columns // 8, dtype=torch.uint8)
         step = next(row_blocks(rows, columns, codes.device, multiple=BLOCK_ROWS)).stop
         for block in stretches(rows, whole_blocks(step)):
             _fold(_parts(pack_codes(codes[block] << 1), 4), _parts(packed[block], 3))
-        scale_zero = pack_scale_zero(canonical.scale / 2, canonical.zero)
-        return cls(packed, scale_zero, canonical.group)
+        if not canonical.narrow:
+            canonical = replace(canonical, scale=canonical.scale / 2)
+        return cls(packed, pack_scales(held_scales(canonical)), canonical.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
@@ -131,7 +155,10 @@ class Int3Pack(CanonicalPacked):
         packed, columns = self.packed.to(x.device, non_blocking=True), x.shape[-1]
         words = _Scratch.words(len(packed), columns)
         memory = torch.empty(words, dtype=torch.int32, device=x.device)
-        return _restored(_Scratch(columns, memory).restore(packed), self.scale_zero, x)
+        scale, zero = _scales_on(self.scales, x.device)
+        if self.scales.dtype == torch.uint8:
+            scale = scale / _DOUBLED
+        return _restored(_Scratch(columns, memory).restore(packed), (scale, zero), x)
 
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = len(self.packed), x.shape[1]
@@ -139,18 +166,19 @@ class Int3Pack(CanonicalPacked):
         scratch = _Scratch(columns, _MEMORY.words(_Scratch.words(step, columns)))
         out = x.new_empty(x.shape[0], rows)
         for block in stretches(rows, step):
-            blob = scratch.restore(self.packed[block])
-            scale_zero = self.scale_zero[:, block].contiguous()
-            out[:, block] = multiply_few(x, blob, self.group, scale_zero)
+            out[:, block] = multiply_few(x, *self._parts(scratch, block), self.group)
         return out
 
     def _multiply_many(self, x: torch.Tensor) -> torch.Tensor:
         columns = x.shape[1]
         words = _Scratch.words(product_rows(columns), columns)
         scratch = _Scratch(columns, torch.empty(words, dtype=torch.int32))
-        return multiply_many(
-            x, lambda block: scratch.restore(self.packed[block]), self.group, self.scale_zero
-        )
+        parts_of = partial(self._parts, scratch)
+        return multiply_many(x, len(self.packed), parts_of, self.group)
+
+    def _parts(self, scratch: _Scratch, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = kernel_scales(self.scales, block, _DOUBLED)
+        return scratch.restore(self.packed[block]), scales
 
 
 _MEMORY = ThreadWords()

@@ -8,7 +8,13 @@ from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import CanonicalPacked, DecodeMemory, linear_by_blocks
+from quant.backends.base import (
+    CanonicalPacked,
+    DecodeMemory,
+    held_scales,
+    linear_by_blocks,
+    read_scales,
+)
 from quant.rounding.canonical import (
     CanonicalWeight,
     decode,
@@ -21,35 +27,32 @@ from quant.rounding.canonical import (
 
 @dataclass(frozen=True)
 class _TorchAffine(CanonicalPacked):
-    """`packed` codes; `scale`, `zero`: `[out, groups]`."""
+    """`packed` codes; `scales` as `held_scales`."""
 
     packed: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
+    scales: torch.Tensor
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        assert canonical.zero is not None, "3- and 4-bit codes are affine"
-        zero = canonical.zero.to(canonical.scale.dtype)
-        return cls(cls._pack(canonical.codes), canonical.scale, zero)
+        return cls(cls._pack(canonical.codes), held_scales(canonical))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        memory = DecodeMemory(x, self.scale.shape[0])
+        memory = DecodeMemory(x, len(self.scales))
 
         def decode_rows(block: slice) -> torch.Tensor:
             rows = block.stop - block.start
             codes = self._unpack(block, x.shape[-1], memory.codes[:rows])
-            scale, zero = self.scale[block], self.zero[block]
+            scale, zero = read_scales(self.scales[block])
             return decode(codes, scale, zero, self.bits, out=memory.values[:rows])
 
-        return linear_by_blocks(x, self.scale.shape[0], decode_rows)
+        return linear_by_blocks(x, len(self.scales), decode_rows)
 
     def restored_for(self, x: torch.Tensor) -> torch.Tensor:
-        held = (self.packed, self.scale, self.zero)
+        held = (self.packed, self.scales)
         there = type(self)(*(each.to(x.device, non_blocking=True) for each in held))
-        out = there.packed.new_empty(len(self.scale), x.shape[-1])
+        out = there.packed.new_empty(len(self.scales), x.shape[-1])
         codes = there._unpack(slice(None), x.shape[-1], out)
-        return decode(codes, there.scale, there.zero, self.bits).to(x.dtype)
+        return decode(codes, *read_scales(there.scales), self.bits).to(x.dtype)
 
     @staticmethod
     @abstractmethod

@@ -162,8 +162,11 @@ def _plain_bytes(shape: LinearShape, dtype: str) -> int:
 
 
 def _groups_bytes(shape: LinearShape) -> int:
-    """Bytes of scale and zero of every group, 16 bit each (bfloat16)."""
-    return 4 * shape.out_features * (shape.in_features // shape.group)
+    """Bytes of scale and zero of every group, 16 bit each (bfloat16), or narrow ones and 16 bit of
+    each row.
+    """
+    groups = shape.in_features // shape.group
+    return shape.out_features * (2 * groups + 2 if shape.is_narrow else 4 * groups)
 
 
 def _packed_3bit_bytes(shape: LinearShape, dtype: str) -> int:

@@ -6,7 +6,8 @@
     weight ~ code * scale                           8 bit, codes -127 .. 127, stored ones from -128
 
 Scale and zero of rounded 3 and 4 bit are bfloat16, the only type that torch's int4pack kernel takes
-with bfloat16 activations; it neither overflows nor underflows where a weight does not.
+with bfloat16 activations; it neither overflows nor underflows where a weight does not. Of groups of
+32 they are such that a byte each can hold them (`quant.rounding.narrow`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import torch
 
 from quant.common.errors import CheckpointError, SpecError
 from quant.devices import moved_blocks, row_blocks
+from quant.rounding.narrow import range_factor
 from quant.rounding.ways import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
 from quant.rounding.weighted import column_importance, fit, is_compiled
-from quant.scheme import ROWS, Cut, group_size, part_group
+from quant.scheme import NARROW_GROUP, ROWS, Cut, part_group, rounded_group
 
 CANONICAL_BITS = (3, 4, 8)
 
@@ -32,7 +34,8 @@ _LOWEST_BITS = 0x01010101
 class CanonicalWeight:
     """A weight `[out, in]`: `codes` uint8 (3 and 4 bit) or int8 `[out, in]`; `scale` and `zero`
     `[out, groups]` bfloat16 or, from a GPTQ checkpoint, float16 and float32; at 8 bit `scale` is
-    float32 `[out, 1]` and `zero` None. `group` divides `in`.
+    float32 `[out, 1]` and `zero` None. `group` divides `in`. `narrow`: `quant.rounding.narrow` can
+    hold scale and zero.
     """
 
     codes: torch.Tensor
@@ -40,6 +43,7 @@ class CanonicalWeight:
     zero: torch.Tensor | None
     bits: int
     group: int
+    narrow: bool = False
 
     def to(self, device: torch.device) -> CanonicalWeight:
         if self.codes.device == device:
@@ -86,7 +90,7 @@ def quantize_part(
     rounding: Rounding = DEFAULT,
 ) -> CanonicalWeight:
     """Return `part_of` what `quantize` makes of the whole, of which only columns that share a scale
-    with the part are read.
+    with the part are rounded.
     """
     way = _Way.of(weight, bits, device or weight.device, rounding)
     draws = rounding.generator()
@@ -101,9 +105,10 @@ def quantize_part(
     group = cut.length if bits == 8 else part_group(way.group, inner)
     result = _empty(len(weight), cut.length, group, bits, way.device)
     region = weight[:, span.start : span.stop]
-    blocks = row_blocks(len(region), len(span), way.device)
+    blocks = row_blocks(len(region), weight.shape[1], way.device)
     for block, rows in moved_blocks(region, blocks, way.device):
-        own = part_of(_quantized(rows.contiguous(), way, None), inner)
+        factor = way.factor_of(weight[block])
+        own = part_of(_quantized(rows.contiguous(), way, None, factor), inner)
         result.codes[block], result.scale[block] = own.codes, own.scale
         if result.zero is not None and own.zero is not None:
             result.zero[block] = own.zero
@@ -126,6 +131,7 @@ def part_of(canonical: CanonicalWeight, cut: Cut) -> CanonicalWeight:
         scale=scale[:, groups],
         zero=zero[:, groups],
         group=group,
+        narrow=canonical.narrow and group == canonical.group,
     )
 
 
@@ -151,21 +157,39 @@ class _Way:
                 "a float matrix is needed (is the checkpoint quantized already?)"
             )
         columns = weight.shape[1]
-        group = columns if bits == 8 else group_size(columns)
+        group = columns if bits == 8 else rounded_group(columns)
         if rounding.mode != "weighted" or bits == 8:
             return cls(bits, group, device, None)
         importance = column_importance(rounding.inputs, columns)
         return cls(bits, group, device, importance, is_compiled(weight, device))
 
+    @property
+    def narrow(self) -> bool:
+        return self.bits != 8 and self.group == NARROW_GROUP
 
-def _quantized(weight: torch.Tensor, way: _Way, draws: torch.Generator | None) -> CanonicalWeight:
+    def factor_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Powers of two of whole rows; None where groups have numbers of bfloat16."""
+        if not self.narrow:
+            return None
+        grouped = rows.to(device=self.device, dtype=torch.float32).unflatten(1, (-1, self.group))
+        return range_factor(grouped.amin(-1), grouped.amax(-1), self.bits)
+
+
+def _quantized(
+    weight: torch.Tensor,
+    way: _Way,
+    draws: torch.Generator | None,
+    factor: torch.Tensor | None = None,
+) -> CanonicalWeight:
+    """Round `weight`, whose rows may be parts of those that `factor` is of."""
     rows, columns = weight.shape
     result = _empty(rows, columns, way.group, way.bits, way.device)
     for block, part in moved_blocks(weight, row_blocks(rows, columns, way.device), way.device):
+        own = way.factor_of(part) if factor is None else factor[block]
         if way.importance is None:
-            _quantize_block(part, result, block, draws)
+            _quantize_block(part, result, block, draws, own)
         else:
-            _fit_block(part.to(way.device), result, block, way)
+            _fit_block(part.to(way.device), result, block, way, own)
     return result
 
 
@@ -250,6 +274,7 @@ def _empty(rows: int, columns: int, group: int, bits: int, device: torch.device)
         zero=None if symmetric else torch.empty(rows, groups, dtype=scale_type, device=device),
         bits=bits,
         group=group,
+        narrow=not symmetric and group == NARROW_GROUP,
     )
 
 
@@ -258,6 +283,7 @@ def _quantize_block(
     result: CanonicalWeight,
     block: slice,
     draws: torch.Generator | None,
+    factor: torch.Tensor | None,
 ) -> None:
     """Fill rows `block`; float32 copies of these rows are the largest temporaries."""
     values = weight.to(device=result.codes.device, dtype=torch.float32, copy=True)
@@ -265,14 +291,28 @@ def _quantize_block(
     if result.zero is None:
         result.scale[block] = symmetric_codes(grouped, draws)
     else:
-        scale, zero = affine_codes(grouped, result.bits, draws)
+        scale, zero = affine_codes(grouped, result.bits, draws, factor)
         result.scale[block], result.zero[block] = scale, zero
     result.codes[block] = values
 
 
-def _fit_block(weight: torch.Tensor, result: CanonicalWeight, block: slice, way: _Way) -> None:
+def _fit_block(
+    weight: torch.Tensor,
+    result: CanonicalWeight,
+    block: slice,
+    way: _Way,
+    factor: torch.Tensor | None,
+) -> None:
     assert result.zero is not None, "3- and 4-bit codes are affine"
     assert way.importance is not None, "scales are fitted by it"
-    codes, scale, zero, bad = fit(weight, way.importance, way.bits, way.group, "free", way.compiled)
+    codes, scale, zero, bad = fit(
+        weight,
+        way.importance,
+        way.bits,
+        way.group,
+        "free" if factor is None else "narrow",
+        way.compiled,
+        factor,
+    )
     check_finite(bad, scale.numel())
     result.codes[block], result.scale[block], result.zero[block] = codes, scale, zero

@@ -21,6 +21,7 @@ import torch
 
 from quant.common.errors import CheckpointError, SpecError
 from quant.rounding.importance import InputStatistics
+from quant.rounding.narrow import nearest_narrow
 from quant.scheme import ROUNDINGS
 
 _INT8_LIMIT = 127
@@ -53,13 +54,20 @@ DEFAULT = Rounding()
 
 
 def affine_codes(
-    grouped: torch.Tensor, bits: int, draws: torch.Generator | None
+    grouped: torch.Tensor,
+    bits: int,
+    draws: torch.Generator | None,
+    factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Replace `grouped` `[rows, groups, group]` by codes on a grid that covers it; return scale and
-    zero `[rows, groups]`, float32 holding bfloat16. CheckpointError if it is not finite.
+    zero `[rows, groups]`, float32 holding bfloat16, narrow ones where rows have a `factor` `[rows,
+    1]`. CheckpointError if it is not finite.
     """
     low, high = _finite_extremes(grouped)
-    scale, zero = affine_parameters(low, high, bits)
+    if factor is None:
+        scale, zero = affine_parameters(low, high, bits)
+    else:
+        scale, zero = nearest_narrow(low, high, bits, factor)
     half = 1 << (bits - 1)
     grouped.sub_(zero.unsqueeze(-1)).div_(scale.unsqueeze(-1))
     _round(grouped, draws)

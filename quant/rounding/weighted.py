@@ -13,7 +13,9 @@ rounding as it is stored, so that no group is worse than there.
 
 What a group can store is its `Grid`:
 
-- `free`: scale and zero in bfloat16, the zero being the value of code 2^(bits-1);
+- `narrow`: scale and zero in a byte each, under a power of two of the row
+  (`quant.rounding.narrow`), the zero being the value of code 2^(bits-1);
+- `free`: both in bfloat16, where groups are whole rows;
 - `integer`: the zero is a code, so that it stands for the weight 0 exactly (GPTQ's format);
 - `middle`: that code is 2^(bits-1), as some kernels require.
 
@@ -33,11 +35,12 @@ from torch import Tensor
 from quant.common.errors import SpecError
 from quant.numba_loops import has_numba, torch_threads
 from quant.rounding.importance import InputStatistics
+from quant.rounding.narrow import narrowed, nearest_narrow
 from quant.rounding.ways import affine_parameters, round_up_to_bfloat16
 from quant.rounding.weighted_loop import FAR, LEAST_RANGE, SINGULAR, group_fit
 
-Grid = Literal["free", "integer", "middle"]
-GRIDS: tuple[Grid, ...] = ("free", "integer", "middle")
+Grid = Literal["free", "integer", "middle", "narrow"]
+GRIDS: tuple[Grid, ...] = ("free", "integer", "middle", "narrow")
 
 STARTS = (
     *((1.0, 1.0), (0.95, 0.95), (0.85, 0.85), (0.65, 0.65), (1.1, 1.1), (1.0, 0.95)),
@@ -91,19 +94,27 @@ def is_compiled(weight: Tensor, device: torch.device) -> bool:
     return device.type == "cpu" and weight.numel() >= _LEAST_LOOP_WEIGHTS and has_numba()
 
 
-def fit(
-    weight: Tensor, importance: Tensor, bits: int, group: int, grid: Grid, compiled: bool
+def fit(  # noqa: PLR0913  (what groups store, and how it is found)
+    weight: Tensor,
+    importance: Tensor,
+    bits: int,
+    group: int,
+    grid: Grid,
+    compiled: bool,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Codes, scales and zeros of `weight` `[rows, in]`, and how many groups are not finite.
     `importance` `[in]` is positive, `group` divides `in`. Codes are uint8, scale and zero float32
-    `[rows, groups]` that bfloat16 holds; zeros of other grids than `free` are codes.
+    `[rows, groups]` that bfloat16 holds; zeros of the grids `integer` and `middle` are codes.
+    `factor` `[rows, 1]`: the rows' powers of two, for `narrow`.
     """
+    assert (factor is not None) == (grid == "narrow"), "narrow scales are multiples of it"
     weight = weight.detach()
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         weight = weight.float()
     if compiled:
-        return _fit_compiled(weight.contiguous(), importance, bits, group, grid)
-    return _fit_groups(weight.float().unflatten(1, (-1, group)), importance, bits, grid)
+        return _fit_compiled(weight.contiguous(), importance, bits, group, grid, factor)
+    return _fit_groups(weight.float().unflatten(1, (-1, group)), importance, bits, grid, factor)
 
 
 def _starts(bits: int) -> Sequence[tuple[float, float]]:
@@ -115,13 +126,14 @@ def _polishes(bits: int) -> int:
 
 
 def _fit_compiled(
-    weight: Tensor, importance: Tensor, bits: int, group: int, grid: Grid
+    weight: Tensor, importance: Tensor, bits: int, group: int, grid: Grid, factor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     rows, columns = weight.shape
     codes = torch.empty(rows, columns, dtype=torch.uint8)
     scale = torch.empty(rows, columns // group)
     zero = torch.empty_like(scale)
     bad = torch.empty(rows, dtype=torch.int32)
+    factor = torch.ones(rows) if factor is None else factor.flatten()
     held = weight if weight.dtype == torch.float32 else weight.view(torch.uint16)
     loop = group_fit(weight.dtype, torch.get_num_threads() > 1)
     with torch_threads():
@@ -130,6 +142,7 @@ def _fit_compiled(
             importance.numpy(),
             torch.tensor(_starts(bits)).numpy(),
             (bits, GRIDS.index(grid), _polishes(bits)),
+            factor.numpy(),
             codes.numpy(),
             scale.numpy(),
             zero.numpy(),
@@ -139,9 +152,9 @@ def _fit_compiled(
 
 
 def _fit_groups(
-    values: Tensor, importance: Tensor, bits: int, grid: Grid
+    values: Tensor, importance: Tensor, bits: int, grid: Grid, factor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    place = _Placed.of(values, bits, grid)
+    place = _Placed.of(values, bits, grid, factor)
     weights = importance.to(values.device).view(1, *values.shape[1:])
     moments = _Moments.of(place.relative, weights)
     top = (1 << bits) - 1
@@ -192,11 +205,12 @@ class _Placed:
     range: Tensor
     inverse: Tensor
     fits: Tensor
-    half: int
+    bits: int
     grid: Grid
+    factor: Tensor | None
 
     @classmethod
-    def of(cls, values: Tensor, bits: int, grid: Grid) -> _Placed:
+    def of(cls, values: Tensor, bits: int, grid: Grid, factor: Tensor | None) -> _Placed:
         low, high = values.amin(-1), values.amax(-1)
         if grid != "free":
             low, high = low.clamp_(max=0), high.clamp_(min=0)
@@ -206,10 +220,15 @@ class _Placed:
         inverse = torch.where(fits, spread, 1.0).reciprocal()
         relative = (values - middle.unsqueeze(-1)).mul_(inverse.unsqueeze(-1))
         low, high = (low - middle) * inverse, (high - middle) * inverse
-        half = 1 << (bits - 1)
-        return cls(relative, low, high, middle, spread, inverse, fits, half, grid)
+        return cls(relative, low, high, middle, spread, inverse, fits, bits, grid, factor)
+
+    @property
+    def half(self) -> int:
+        return 1 << (self.bits - 1)
 
     def rounded(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+        if self.factor is not None:
+            return narrowed(step / self.inverse, low / self.inverse, self.bits, self.factor)
         scale = (step / self.inverse).bfloat16().float()
         if self.grid != "free":
             return scale, (low / step).neg().round()
@@ -218,7 +237,7 @@ class _Placed:
 
     def stored(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
         step = scale * self.inverse
-        if self.grid != "free":
+        if self.grid in ("integer", "middle"):
             return step, -step * zero
         return step, (zero - self.middle - self.half * scale) * self.inverse
 
@@ -227,6 +246,8 @@ def _nearest_parameters(place: _Placed, bits: int) -> tuple[Tensor, Tensor]:
     top = (1 << bits) - 1
     low = place.low / place.inverse + place.middle
     high = place.high / place.inverse + place.middle
+    if place.factor is not None:
+        return nearest_narrow(low, high, bits, place.factor)
     if place.grid == "free":
         return affine_parameters(low, high, bits)
     if place.grid == "middle":

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quant.numba_loops import compiled_loop, widening
+from quant.rounding.narrow import MIDDLE_ZERO, MOST, RANGE_SLACK, ZERO_STEPS
 
 LEAST_RANGE = 1e-30
 """The least range of a group that is fitted; squares of narrower ones are beyond float32."""
@@ -21,7 +22,7 @@ FAR = 64.0
 SINGULAR = 1e-6
 """Spread of codes, relative to their squares, below which float32 sums do not tell it from zero."""
 
-FREE, INTEGER, MIDDLE = range(3)
+FREE, INTEGER, MIDDLE, NARROW = range(4)
 """What groups can store as zero: places in `quant.rounding.weighted.GRIDS`."""
 
 _NONE, _ONE, _HALF_ONE = np.float32(0), np.float32(1), np.float32(0.5)
@@ -29,9 +30,9 @@ _NONE, _ONE, _HALF_ONE = np.float32(0), np.float32(1), np.float32(0.5)
 
 @cache
 def group_fit(dtype: torch.dtype, parallel: bool) -> Any:
-    """Compile `fit_rows(weight, importance, starts, (bits, grid, polishes), codes, scale, zero,
-    bad)`: it fills uint8 `[rows, in]`, float32 `[rows, groups]`, and int32 `[rows]` with the groups
-    that are not finite. `weight` is float32 or the bits of 16-bit floats.
+    """Compile `fit_rows(weight, importance, starts, (bits, grid, polishes), factors, codes, scale,
+    zero, bad)`: it fills uint8 `[rows, in]`, float32 `[rows, groups]`, and int32 `[rows]` with the
+    groups that are not finite. `weight` is float32 or the bits of 16-bit floats.
     """
     import numba
 
@@ -43,6 +44,7 @@ def group_fit(dtype: torch.dtype, parallel: bool) -> Any:
         importance: Any,
         starts: Any,
         settings: Any,
+        factors: Any,
         codes: Any,
         scales: Any,
         zeros: Any,
@@ -67,7 +69,7 @@ def group_fit(dtype: torch.dtype, parallel: bool) -> Any:
                     bad[row] += 1
                     continue
                 scale, zero, step, begin = fit_group(
-                    relative, importance[own], low, high, starts, settings
+                    relative, importance[own], low, high, starts, (*settings, factors[row])
                 )
                 scales[row, group], zeros[row, group] = scale, zero
                 encode(relative, step, begin, np.float32((1 << settings[0]) - 1), codes[row, own])
@@ -129,7 +131,7 @@ def _solver() -> Any:
             return np.float32(1), np.float32(0), np.inf
         step = slope / determinant
         low = (weight - step * sums[0]) / count
-        if grid == FREE:
+        if grid in (FREE, NARROW):
             error = square - (weight * weight + slope * step) / count
             return np.float32(step), np.float32(low), error
         top = 2 * np.float64(half) - 1
@@ -144,9 +146,14 @@ def _solver() -> Any:
 @cache
 def _nearest_parameters() -> Any:
     nearest, upwards = _to_bfloat16(up=False), _to_bfloat16(up=True)
+    narrow_zero = _narrow_zero()
 
-    def parameters(low: Any, high: Any, half: Any, grid: Any) -> Any:
+    def parameters(low: Any, high: Any, half: Any, grid: Any, factor: Any) -> Any:
         top = half + half - _ONE
+        if grid == NARROW:
+            scale = np.ceil((high - low) / (top - np.float32(RANGE_SLACK)) / factor)
+            scale = min(max(scale, _ONE), np.float32(MOST)) * factor
+            return scale, narrow_zero((low + high + scale) * _HALF_ONE, scale)
         if grid == FREE:
             zero = nearest(low + half * ((high - low) / top))
             scale = upwards(max((high - zero) / (half - _ONE), (zero - low) / half))
@@ -169,15 +176,19 @@ def _one_group() -> Any:
     """
     solve, nearest_parameters = _solver(), _nearest_parameters()
     measure, error_of = compiled_loop(_measure, False), compiled_loop(_error, False)
-    to_bfloat16 = _to_bfloat16(up=False)
+    to_bfloat16, narrow_zero = _to_bfloat16(up=False), _narrow_zero()
 
     def placed(scale: Any, zero: Any, middle: Any, inverse: Any, half: Any, grid: Any) -> Any:
         step = scale * inverse
-        if grid == FREE:
+        if grid in (FREE, NARROW):
             return step, (zero - middle - half * scale) * inverse
         return step, -step * zero
 
-    def rounded(guess: Any, middle: Any, inverse: Any, half: Any, grid: Any) -> Any:
+    def rounded(guess: Any, middle: Any, inverse: Any, half: Any, grid: Any, factor: Any) -> Any:
+        if grid == NARROW:
+            scale = np.float32(np.rint(guess[0] / inverse / factor))
+            scale = min(max(scale, _ONE), np.float32(MOST)) * factor
+            return scale, narrow_zero(guess[1] / inverse + half * scale, scale)
         scale = to_bfloat16(guess[0] / inverse)
         if grid == FREE:
             return scale, to_bfloat16(guess[1] / inverse + middle + half * scale)
@@ -188,7 +199,7 @@ def _one_group() -> Any:
     def fit_group(
         relative: Any, importance: Any, low: Any, high: Any, starts: Any, settings: Any
     ) -> Any:
-        bits, grid, polishes = settings
+        bits, grid, polishes, factor = settings
         half = np.float32(1 << (bits - 1))
         top = half + half - _ONE
         if grid != FREE:
@@ -205,7 +216,7 @@ def _one_group() -> Any:
             count += importance[i]
             weight += weighted
             square += weighted * number
-        scale, zero = nearest_parameters(low, high, half, grid)
+        scale, zero = nearest_parameters(low, high, half, grid, factor)
         step, begin = placed(scale, zero, middle, inverse, half, grid)
         if not fits:
             return scale, zero, step, begin
@@ -225,7 +236,7 @@ def _one_group() -> Any:
                 guess = other
         last = np.inf
         for _ in range(polishes):
-            new_scale, new_zero = rounded(guess, middle, inverse, half, grid)
+            new_scale, new_zero = rounded(guess, middle, inverse, half, grid, factor)
             if not (guess[2] < np.inf and new_scale > _NONE):
                 break
             new_step, new_begin = placed(new_scale, new_zero, middle, inverse, half, grid)
@@ -243,8 +254,22 @@ def _one_group() -> Any:
 
 
 @cache
-def _to_bfloat16(up: bool) -> Any:
-    """Compile rounding to the nearest bfloat16, or with `up` to the least not below."""
+def _narrow_zero() -> Any:
+    cut_off = _to_bfloat16(up=None)
+
+    def zero(value: Any, scale: Any) -> Any:
+        steps = np.rint(value / scale * np.float32(ZERO_STEPS))
+        steps = min(max(steps, np.float32(-MIDDLE_ZERO)), np.float32(MOST - MIDDLE_ZERO))
+        return cut_off(np.float32(steps / np.float32(ZERO_STEPS)) * scale)
+
+    return compiled_loop(zero, False)
+
+
+@cache
+def _to_bfloat16(up: bool | None) -> Any:
+    """Compile rounding to the nearest bfloat16, with `up` to the least not below, and where that is
+    None towards 0.
+    """
     from llvmlite import ir
     from numba.core import types
     from numba.extending import intrinsic
@@ -253,8 +278,8 @@ def _to_bfloat16(up: bool) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         bits = builder.bitcast(arguments[0], word)
-        half = ir.Constant(word, 0xFFFF)
-        if not up:
+        half = ir.Constant(word, 0xFFFF if up else 0)
+        if up is False:
             odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
             half = builder.add(odd, ir.Constant(word, 0x7FFF))
         cut = builder.and_(builder.add(bits, half), ir.Constant(word, 0xFFFF0000))

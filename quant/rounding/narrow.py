@@ -1,0 +1,93 @@
+"""Scale and zero of 32 columns in a byte each, under a power of two for each row.
+
+    scale = s * f                    s = 1 .. 255, f = 2^(e - 127) with a byte e of the row
+    zero = (z / 16 - 8) * scale      z = 0 .. 255, cut off to bfloat16
+
+Both are bfloat16 numbers exactly, so that every kernel multiplies with the same weight, whether it
+restores them or reads them as such. Without a zero of their own, groups of 32 would need as many
+bytes as those of 64 with two bfloat16 numbers, and lose a third more (`docs/quantization.md`).
+
+The row's power of two comes from the ranges of its weights, before anything is fitted, so that
+groups can be rounded one by one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ZERO_STEPS = 16
+"""Parts of a scale that zeros are multiples of: off by half of one, a group loses 0.4 % more."""
+
+MIDDLE_ZERO = 128
+MOST = 255
+RANGE_SLACK = 0.25
+"""Steps by which codes reach further than the weights, as the zero is rounded after the scale."""
+
+_MANTISSA_BITS = 23
+_EXPONENT_OF_1 = 127
+_EXPONENT_OF_128 = 7
+_LEAST_EXPONENT = 1
+_UPPER_HALF = -0x10000
+
+
+def range_factor(low: Tensor, high: Tensor, bits: int) -> Tensor:
+    """The powers of two, float32 `[rows, 1]`, for groups that reach from `low` to `high` `[rows,
+    groups]`: the least ones of which the widest group's scale is at most 255.
+    """
+    ranges = high.clamp(min=0) - low.clamp(max=0)
+    widest = torch.nan_to_num(ranges, 0.0, 0.0, 0.0).amax(1, keepdim=True)
+    widest = widest / ((1 << bits) - 1 - RANGE_SLACK)
+    exponent = (widest.view(torch.int32) >> _MANTISSA_BITS) - _EXPONENT_OF_128
+    factor = _power(exponent.clamp(min=_LEAST_EXPONENT))
+    return torch.where(widest > MOST * factor, 2 * factor, factor)
+
+
+def nearest_narrow(low: Tensor, high: Tensor, bits: int, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero of the least range that covers `low` to `high` and 0."""
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scale = (high - low) / ((1 << bits) - 1 - RANGE_SLACK)
+    scale = (scale / factor).ceil().clamp(1, MOST) * factor
+    return scale, _zero((low + high + scale) / 2, scale)
+
+
+def narrowed(scale: Tensor, low: Tensor, bits: int, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero that can be stored, next to `scale` and to `low`, the value of code 0."""
+    scale = (scale / factor).round().clamp(1, MOST) * factor
+    return scale, _zero(low + (1 << (bits - 1)) * scale, scale)
+
+
+def _zero(value: Tensor, scale: Tensor) -> Tensor:
+    steps = (value / scale * ZERO_STEPS).round() + MIDDLE_ZERO
+    return _zero_of(steps.clamp(0, MOST), scale)
+
+
+def _zero_of(steps: Tensor, scale: Tensor) -> Tensor:
+    exact = (steps - MIDDLE_ZERO) / ZERO_STEPS * scale
+    return (exact.view(torch.int32) & _UPPER_HALF).view(torch.float32)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    return (exponent.int() << _MANTISSA_BITS).view(torch.float32)
+
+
+def encode(scale: Tensor, zero: Tensor) -> Tensor:
+    """Bytes of scales and zeros that can be stored, `[rows, groups]`: uint8 `[rows, 1 + groups,
+    2]`, first the row's exponent and a 0, then s and z of each group.
+    """
+    scale, zero = scale.float(), zero.float()
+    largest = scale.amax(1, keepdim=True)
+    exponent = (largest.view(torch.int32) >> _MANTISSA_BITS) - _EXPONENT_OF_128
+    exponent.clamp_(min=_LEAST_EXPONENT)
+    out = torch.zeros(len(scale), 1 + scale.shape[1], 2, dtype=torch.uint8, device=scale.device)
+    out[:, :1, 0] = exponent
+    out[:, 1:, 0] = scale / _power(exponent)
+    steps = zero / scale * ZERO_STEPS
+    out[:, 1:, 1] = steps.abs().ceil() * steps.sign() + MIDDLE_ZERO  # cut off, it became smaller
+    return out
+
+
+def decode_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and zeros, float32 `[rows, groups]`, of what `encode` gave."""
+    scale = stored[:, 1:, 0] * _power(stored[:, :1, 0])
+    return scale, _zero_of(stored[:, 1:, 1].float(), scale)
