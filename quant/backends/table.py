@@ -198,8 +198,11 @@ def _onednn_bytes(shape: LinearShape, dtype: str) -> int:
 
 
 def _nf4_bytes(shape: LinearShape, dtype: str) -> int:
-    """Two codes per byte, a 32-bit maximum per block, and a table of 16 32-bit values."""
-    return shape.parameters // 2 + 4 * (shape.parameters // NF4_BLOCK) + 4 * 16
+    """Two codes per byte, a 32-bit maximum per block, and a table of 16 32-bit values; and 16 bit
+    of each row, which `torch_4bit` has where it takes the place of nf4.
+    """
+    blocks = 4 * (shape.parameters // NF4_BLOCK)
+    return shape.parameters // 2 + blocks + 4 * 16 + 2 * shape.out_features
 
 
 # int*pack: measured on one AVX-512 core against bf16 (`speed.linear`). A few rows are multiplied

@@ -40,7 +40,8 @@ def range_factor(low: Tensor, high: Tensor, bits: int) -> Tensor:
     widest = widest / ((1 << bits) - 1 - RANGE_SLACK)
     exponent = (widest.view(torch.int32) >> _MANTISSA_BITS) - _EXPONENT_OF_128
     factor = _power(exponent.clamp(min=_LEAST_EXPONENT))
-    return torch.where(widest > MOST * factor, 2 * factor, factor)
+    factor = torch.where(widest > MOST * factor, 2 * factor, factor)
+    return factor.masked_fill_(widest == 0, 1.0)
 
 
 def nearest_narrow(low: Tensor, high: Tensor, bits: int, factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,8 @@ def nearest_narrow(low: Tensor, high: Tensor, bits: int, factor: Tensor) -> tupl
     low, high = low.clamp(max=0), high.clamp(min=0)
     scale = (high - low) / ((1 << bits) - 1 - RANGE_SLACK)
     scale = (scale / factor).ceil().clamp(1, MOST) * factor
-    return scale, _zero((low + high + scale) / 2, scale)
+    middle = torch.where(high > low, (low + high + scale) / 2, 0.0)
+    return scale, _zero(middle, scale)
 
 
 def narrowed(scale: Tensor, low: Tensor, bits: int, factor: Tensor) -> tuple[Tensor, Tensor]:

@@ -153,7 +153,8 @@ def _nearest_parameters() -> Any:
         if grid == NARROW:
             scale = np.ceil((high - low) / (top - np.float32(RANGE_SLACK)) / factor)
             scale = min(max(scale, _ONE), np.float32(MOST)) * factor
-            return scale, narrow_zero((low + high + scale) * _HALF_ONE, scale)
+            middle = (low + high + scale) * _HALF_ONE if high > low else _NONE
+            return scale, narrow_zero(middle, scale)
         if grid == FREE:
             zero = nearest(low + half * ((high - low) / top))
             scale = upwards(max((high - zero) / (half - _ONE), (zero - low) / half))

@@ -92,14 +92,16 @@ def test_the_scale_of_a_row_is_that_of_all_its_columns() -> None:
 )
 def test_groups_of_a_part(cut: Cut, group: int) -> None:
     assert part_group(128, cut) == group
-    shape = part_shape(LinearShape(640, 24), cut)
+    shape = part_shape(LinearShape(640, 24, stored_group=128), cut)
     assert shape.group == group
 
 
-def test_groups_that_the_columns_of_a_part_would_not_have_are_told() -> None:
-    """64 columns would share a scale, but of the whole 32 do."""
-    shape = part_shape(LinearShape(96, 8), Cut(COLUMNS, 0, 64, 96))
-    assert (shape.group, shape.stored_group) == (32, 32)
+def test_narrow_groups_that_a_cut_takes_apart_are_not_narrow_any_more() -> None:
+    """32 columns would share a scale, but of the whole 16 do."""
+    shape = part_shape(LinearShape(96, 8), Cut(COLUMNS, 16, 80, 96))
+    assert (shape.group, shape.is_narrow) == (16, False)
+    shape = part_shape(LinearShape(96, 8), Cut(COLUMNS, 32, 96, 96))
+    assert (shape.group, shape.is_narrow) == (32, True)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8, 16])

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from quant.backends.table import KERNEL_RULES, backend_name, fallback_rule, rule_for
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, LinearShape, Processor, group_size
+from quant.scheme import (
+    BITWIDTHS,
+    DTYPE_BYTES,
+    LinearShape,
+    Processor,
+    group_size,
+    rounded_group,
+)
 
 CPU = Processor()
 OLD_CPU = Processor(instruction_sets=frozenset())
@@ -23,6 +31,7 @@ PROCESSORS = (CPU, OLD_CPU, P100, V100, T4, A100)
 )
 def test_group_size(in_features: int, expected: int) -> None:
     assert group_size(in_features) == expected
+    assert rounded_group(in_features) == (expected if in_features % 32 else 32)
 
 
 @pytest.mark.parametrize(
@@ -69,12 +78,15 @@ def test_old_gpus_multiply_weights_packed_in_decode_steps_of_some_rows(
     assert backend_name(processor, 4, dtype, decode_rows=rows) == expected
 
 
-def test_bits_per_weight_at_group_128() -> None:
+def test_bits_per_weight() -> None:
     shape = LinearShape(in_features=4096, out_features=4096)
     sizes = {rule.name: 8 * rule.nbytes(shape, "bfloat16") for rule in KERNEL_RULES}
-    assert sizes["torch_3bit"] == sizes["int3pack"] == 3.25 * shape.parameters
-    assert sizes["torch_4bit"] == sizes["int4pack"] == 4.25 * shape.parameters
-    assert sizes["bnb_nf4"] == 4.5 * shape.parameters + 8 * 64
+    rows = 16 * 4096
+    assert sizes["torch_3bit"] == sizes["int3pack"] == 3.5 * shape.parameters + rows
+    assert sizes["torch_4bit"] == sizes["int4pack"] == 4.5 * shape.parameters + rows
+    assert sizes["bnb_nf4"] == 4.5 * shape.parameters + 8 * 64 + rows
+    stored = replace(shape, stored_group=128)
+    assert 8 * fallback_rule(4).nbytes(stored, "bfloat16") == 4.25 * shape.parameters
     assert (
         sizes["torch_8bit"]
         == sizes["int8pack"]

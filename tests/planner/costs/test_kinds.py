@@ -64,7 +64,8 @@ def test_all_experts_are_held() -> None:
     assert layer_weight_bytes(shape, 16, v100, "float16") == 2 * whole
     published = 48 * whole + 2 * 151936 * 2048 + 2048
     assert shape.total_parameters == published == pytest.approx(30.5e9, rel=2e-3)
-    in_4_bit = (attention + 128 * each) * (1 / 2 + 4 / 128) + 2 * others
+    rows = 4096 + 2 * 512 + 2048 + 128 * (2 * 768 + 2048)
+    in_4_bit = (attention + 128 * each) * (1 / 2 + 2 / 32) + 2 * rows + 2 * others
     assert layer_weight_bytes(shape, 4, v100, "float16", "torch_4bit") == in_4_bit
 
 

@@ -47,7 +47,7 @@ from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
-from quant.scheme import Processor, group_size
+from quant.scheme import Processor
 from tests.actors.own_kernels import pretend_own_kernels
 
 WORKLOAD = Workload(global_batch=32, prompt_length=512, new_tokens=100)
@@ -285,7 +285,8 @@ def test_quantized_layer_bytes_follow_the_kernels() -> None:
     assert t4 == weights + 4 * sides
     emulated = replace(device(), emulated=True)
     three = layer_weight_bytes(OPT_30B, 3, emulated, "bfloat16") - others
-    assert three == weights * 3 // 8 + weights * 4 // group_size(7168)
+    rows = sum(each.out_features for each in OPT_30B.layer_linears)
+    assert three == weights * 3 // 8 + weights * 2 // 32 + 2 * rows
     assert layer_weight_bytes(OPT_30B, 4, device(), "float16") != layer_weight_bytes(
         OPT_30B, 4, emulated, "bfloat16"
     )

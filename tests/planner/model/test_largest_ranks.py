@@ -34,7 +34,7 @@ def test_parts_are_whole_and_beside_each_other(degree: int) -> None:
         parts = [getattr(share, name) for share in shares]
         assert [parts[0].start, parts[-1].stop] == [0, whole]
         assert all(one.stop == other.start for one, other in pairwise(parts))
-    assert largest_rank_shape(LLAMA, degree).cut_groups == (128, 128)
+    assert largest_rank_shape(LLAMA, degree).cut_groups == (32, 32)
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
@@ -65,12 +65,10 @@ def test_first_ranks_hold_more() -> None:
 
 
 def test_groups_become_finer_where_a_cut_falls_inside() -> None:
-    uneven = small()  # 192 columns in groups of 64, cut after 128; 512 in groups of 128
-    assert largest_rank_shape(uneven, 2).cut_groups == (64, 128)
-    assert largest_rank_shape(small(kv_heads=12), 4).cut_groups == (
-        16,
-        128,
-    )  # cut after 48, 96, 144
+    uneven = small()  # 192 columns in groups of 32, cut after 128
+    assert largest_rank_shape(uneven, 2).cut_groups == (32, 32)
+    # cut after 48, 96, 144
+    assert largest_rank_shape(small(kv_heads=12), 4).cut_groups == (16, 32)
 
 
 def test_what_cannot_be_divided_is_refused() -> None:

@@ -339,7 +339,7 @@ class Forgetful(Torch4Bit):
     """A backend that comes back as another weight."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        return super().state() | {"scale": self.scale * 2}
+        return super().state() | {"packed": ~self.packed}
 
 
 def test_a_backend_that_does_not_come_back_is_not_cached(

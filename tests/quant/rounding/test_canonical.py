@@ -56,13 +56,15 @@ def test_offset_far_beyond_the_range_is_covered(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_scale_is_near_the_least_possible(bits: int) -> None:
-    """The range over the number of steps is the best scale; bfloat16 may add about a percent."""
+    """The range over the number of steps is the best scale. What a byte adds is up to a 64th, for
+    groups half as wide as the widest, and codes reach a quarter of a step further.
+    """
     weight = weights(64, 256)
-    groups = weight.view(64, 2, 128)
+    groups = weight.view(64, 8, 32)
     best = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
     ratio = quantize(weight, bits, rounding=NEAREST).scale.float() / best
     assert ratio.min() >= 1.0
-    assert ratio.max() < 1.02
+    assert ratio.max() < (1 + 1 / 32) * (1 + 0.25 / (2**bits - 1.25))
 
 
 def test_eight_bit_codes_match_numpy() -> None:
@@ -76,8 +78,10 @@ def test_eight_bit_codes_match_numpy() -> None:
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_equal_weights_survive(bits: int) -> None:
+    """With narrow scales off by a quarter of a step, by which codes reach further, at most."""
     weight = torch.tensor([[0.0], [0.75], [-3.0]]).expand(3, 128)
-    torch.testing.assert_close(dequantize(quantize(weight, bits)), weight, rtol=1e-6, atol=0)
+    limit = 1e-6 if bits == 8 else 0.25 / (2**bits - 1.25)
+    torch.testing.assert_close(dequantize(quantize(weight, bits)), weight, rtol=limit, atol=0)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])

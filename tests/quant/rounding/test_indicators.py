@@ -104,10 +104,10 @@ def test_variance_indicator_is_proposition_2(form: VarianceForm) -> None:
 
 def test_group_scales_are_the_quantizers() -> None:
     weight, form = normal(6, 256) * torch.logspace(-2, 0, 256), VarianceForm(scales="group")
-    groups = weight.double().view(6, 2, 128)
+    groups = weight.double().view(6, 8, 32)
     spans = groups.amax(-1) - groups.amin(-1)
     rows = weight.double().amax(-1) - weight.double().amin(-1)
-    expected = [float((spans / 7).square().sum() * 128), float((rows / 255).square().sum() * 256)]
+    expected = [float((spans / 7).square().sum() * 32), float((rows / 255).square().sum() * 256)]
     assert weight_noises(form, weight, (3, 8, 16)) == pytest.approx([*expected, 0])
     per_tensor = weight_noises(VarianceForm(), weight, (3,))[0]
     assert expected[0] < per_tensor

@@ -13,6 +13,7 @@ from quant.common.errors import SpecError
 from quant.numba_loops import has_numba
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.importance import InputStatistics
+from quant.rounding.narrow import range_factor
 from quant.rounding.ways import Rounding
 from quant.rounding.weighted import GRIDS, Grid, column_importance, fit
 
@@ -30,6 +31,17 @@ def problem(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, InputStatis
     return weight, InputStatistics(squares, squares.sqrt())
 
 
+def fitted(
+    weight: Tensor, importance: Tensor, bits: int, group: int, grid: Grid, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """What `fit` gives, with the rows' powers of two where it needs them."""
+    factor = None
+    if grid == "narrow":
+        grouped = weight.float().unflatten(1, (-1, group))
+        factor = range_factor(grouped.amin(-1), grouped.amax(-1), bits)
+    return fit(weight, importance, bits, group, grid, compiled, factor)
+
+
 def restored(found: tuple[Tensor, Tensor, Tensor, int], bits: int, grid: Grid) -> Tensor:
     """The float64 weight of what `fit` gives."""
     codes, scale, zero, bad = found
@@ -37,7 +49,8 @@ def restored(found: tuple[Tensor, Tensor, Tensor, int], bits: int, grid: Grid) -
     assert int(codes.max()) < 1 << bits
     grouped = codes.double().unflatten(1, (scale.shape[1], -1))
     scale, zero = scale.double().unsqueeze(-1), zero.double().unsqueeze(-1)
-    values = grouped - zero if grid != "free" else grouped - (1 << (bits - 1)) + zero / scale
+    is_code = grid in ("integer", "middle")
+    values = grouped - zero if is_code else grouped - (1 << (bits - 1)) + zero / scale
     weight: Tensor = (values * scale).flatten(1)
     return weight
 
@@ -65,14 +78,28 @@ def best_of_all(
     return best
 
 
+def best_narrow(weight: np.ndarray, importance: np.ndarray, bits: int) -> float:
+    """The least weighted error of every scale and zero that two bytes hold, in float64."""
+    top, half, best = 2**bits - 1, 2 ** (bits - 1), np.inf
+    least = 2.0 ** np.floor(np.log2(np.ptp(weight) / top)) / 128
+    for scale in least * np.arange(32, 256):
+        exact = (np.arange(256) / 16 - 8) * scale
+        zeros = (exact.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+        lows = zeros.astype(np.float64)[:, None] - half * scale
+        codes = np.clip(np.rint((weight - lows) / scale), 0, top)
+        best = min(best, float(((codes * scale + lows - weight) ** 2 * importance).sum(1).min()))
+    return best
+
+
 @pytest.mark.parametrize("compiled", WAYS)
 @pytest.mark.parametrize(
-    ("bits", "size", "grid"), [*((3, 16, grid) for grid in GRIDS), (4, 32, "free")]
+    ("bits", "size", "grid"),
+    [*((3, 16, grid) for grid in GRIDS), (4, 32, "free"), (4, 32, "narrow")],
 )
 def test_error_is_near_the_least_possible(bits: int, size: int, grid: Grid, compiled: bool) -> None:
     """Alternating ends in local minima, but in sum it is within 15 % of the search."""
     weight, importance = even_problem(size)
-    found = restored(fit(weight, importance, bits, size, grid, compiled), bits, grid)
+    found = restored(fitted(weight, importance, bits, size, grid, compiled), bits, grid)
     error = group_errors(weight, found, importance, 1).squeeze(1)
     assert float(error.sum()) < 1.15 * least_error(bits, size, grid)
 
@@ -81,6 +108,9 @@ def test_error_is_near_the_least_possible(bits: int, size: int, grid: Grid, comp
 def least_error(bits: int, size: int, grid: Grid) -> float:
     """That of the search, over all groups, which both ways of fitting are held against."""
     weight, importance = even_problem(size)
+    if grid == "narrow":
+        own = importance.double().numpy()
+        return sum(best_narrow(row, own, bits) for row in weight.double().numpy())
     zeros = {"free": None, "integer": range(8), "middle": range(4, 5)}[grid]
     return sum(
         best_of_all(row, importance.double().numpy(), bits, zeros)
@@ -102,11 +132,11 @@ def test_no_group_is_worse_than_nearest(bits: int, compiled: bool) -> None:
         weight, inputs = problem(16, 256)
         weight = weight * scale + offset
         importance = column_importance(inputs, 256)
-        found = restored(fit(weight, importance, bits, 128, "free", compiled), bits, "free")
+        found = restored(fitted(weight, importance, bits, 32, "narrow", compiled), bits, "narrow")
         nearest = quantize(weight, bits, rounding=NEAREST)
         assert nearest.zero is not None
-        plain = restored((nearest.codes, nearest.scale, nearest.zero, 0), bits, "free")
-        errors = [group_errors(weight, each, importance, 2) for each in (found, plain)]
+        plain = restored((nearest.codes, nearest.scale, nearest.zero, 0), bits, "narrow")
+        errors = [group_errors(weight, each, importance, 8) for each in (found, plain)]
         assert (errors[0] <= errors[1] * (1 + 1e-4)).all()
         if offset == 0:
             assert float(errors[0].sum() / errors[1].sum()) < 0.7
@@ -120,7 +150,7 @@ def test_both_ways_give_the_same_codes(grid: Grid, dtype: torch.dtype) -> None:
     weight, inputs = problem(48, 192, seed=2)
     weight, importance = weight.to(dtype), column_importance(inputs, 192)
     for bits in (3, 4, 8):
-        compiled, plain = (fit(weight, importance, bits, 64, grid, way) for way in (True, False))
+        compiled, plain = (fitted(weight, importance, bits, 64, grid, way) for way in (True, False))
         assert (compiled[1] == plain[1]).float().mean() > 0.97
         assert (compiled[0] == plain[0]).float().mean() > 0.99
         errors = [
@@ -134,10 +164,10 @@ def test_both_ways_give_the_same_codes(grid: Grid, dtype: torch.dtype) -> None:
 def test_what_is_stored_is_bfloat16_and_codes(compiled: bool) -> None:
     weight, inputs = problem(8, 128)
     for grid in GRIDS:
-        _, scale, zero, _ = fit(weight, column_importance(inputs, 128), 4, 64, grid, compiled)
+        _, scale, zero, _ = fitted(weight, column_importance(inputs, 128), 4, 64, grid, compiled)
         assert torch.equal(scale.bfloat16().float(), scale)
         assert (scale > 0).all()
-        if grid == "free":
+        if grid in ("free", "narrow"):
             assert torch.equal(zero.bfloat16().float(), zero)
         else:
             assert ((zero == zero.round()) & (zero >= 0) & (zero <= 15)).all()
