@@ -148,7 +148,7 @@ def kernel_scales(packed: torch.Tensor, block: slice, code_step: int = 1) -> tor
         return packed[:, block].contiguous()
     groups, rows = len(packed) - 1, packed.shape[1]
     count = len(range(*block.indices(rows)))
-    if not _is_compiled(groups * NARROW_GROUP * rows):
+    if not is_compiled(groups * NARROW_GROUP * rows):
         scale, zero = read_scales(packed[:, block].transpose(0, 1))
         return pack_scales(torch.stack((scale / code_step, zero), dim=-1))
     words = _MEMORY.words(groups * count).view(groups, count)
@@ -206,11 +206,11 @@ def multiply_few(
 
 
 def is_many(x: torch.Tensor, rows: int) -> bool:
-    most_few = _MANY_COMPILED if _is_compiled(rows * x.shape[1]) else _MANY_TOKENS
+    most_few = _MANY_COMPILED if is_compiled(rows * x.shape[1]) else _MANY_TOKENS
     return x.shape[0] >= most_few and layout_is_known()
 
 
-def _is_compiled(weights: int) -> bool:
+def is_compiled(weights: int) -> bool:
     return weights >= _LEAST_COMPILED and has_numba()
 
 
@@ -227,7 +227,7 @@ def multiply_many(
     step = min(product_rows(columns), whole_blocks(rows))
     memory = torch.empty(step * columns, dtype=torch.bfloat16)
     out = x.new_empty(x.shape[0], rows)
-    decoder = None if _is_compiled(rows * columns) else _Decoder(columns, group)
+    decoder = None if is_compiled(rows * columns) else _Decoder(columns, group)
     for block in stretches(rows, step):
         (blob, own), size = parts_of(block), block.stop - block.start
         weight = memory[: size * columns]
@@ -283,7 +283,7 @@ def _decoding(parallel: bool) -> Any:
 
 
 def warm_up(columns: int, rows: int) -> None:
-    if _is_compiled(rows * columns) and layout_is_known():
+    if is_compiled(rows * columns) and layout_is_known():
         weight = torch.empty(32, BLOCK_ROWS, dtype=torch.bfloat16)
         scale_zero = torch.zeros(1, BLOCK_ROWS, 2, dtype=torch.bfloat16)
         _turned(weight, torch.zeros(BLOCK_ROWS, 16, dtype=torch.uint8), scale_zero, 32)

@@ -8,11 +8,13 @@ from typing import ClassVar, Self
 
 import torch
 
+from quant.backends import int4_few
 from quant.backends.base import CanonicalPacked, ThreadWords, held_scales, read_scales
 from quant.backends.int4_layout import (
     BLOCK_ROWS,
     HALF_ROWS,
     few_rows,
+    is_compiled,
     is_many,
     kernel_scales,
     layout_is_known,
@@ -48,6 +50,12 @@ def _scales_on(packed: torch.Tensor, device: torch.device) -> tuple[torch.Tensor
     return read_scales(packed.to(device, non_blocking=True).transpose(0, 1))
 
 
+def _is_compiled(weight: Int4Pack | Int3Pack, x: torch.Tensor) -> bool:
+    is_narrow = weight.scales.dtype == torch.uint8 and _is_whole(weight.packed)
+    takes = int4_few.takes(weight.bits, x.shape[1], len(x))
+    return is_narrow and takes and is_compiled(x.shape[1] * len(weight.packed))
+
+
 @dataclass(frozen=True)
 class Int4Pack(CanonicalPacked):
     """4.5 bits a weight. `packed`: uint8 `[out, in / 2]`; `scales` as `pack_scales`; the kernel's
@@ -72,6 +80,8 @@ class Int4Pack(CanonicalPacked):
         return multiply(tokens).view(*x.shape[:-1], len(self.packed))
 
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
+        if _is_compiled(self, x):
+            return int4_few.multiply(self.bits, x, self.packed, self.scales)
         rows = len(self.packed)
         step = few_rows(x.shape[1], rows) if self.scales.dtype == torch.uint8 else rows
         if step == rows:
@@ -161,6 +171,8 @@ class Int3Pack(CanonicalPacked):
         return _restored(_Scratch(columns, memory).restore(packed), (scale, zero), x)
 
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
+        if _is_compiled(self, x):
+            return int4_few.multiply(self.bits, x, self.packed, self.scales)
         rows, columns = len(self.packed), x.shape[1]
         step = min(whole_blocks(2 * _SCRATCH_BYTES // columns), whole_blocks(rows))
         scratch = _Scratch(columns, _MEMORY.words(_Scratch.words(step, columns)))

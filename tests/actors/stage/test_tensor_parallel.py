@@ -143,8 +143,8 @@ def test_a_rank_holds_its_part_of_the_weights(tmp_path: Path) -> None:
     whole = load_ranks(spec, 1, tmp_path)[0].stats()
     ranks = [stage.stats() for stage in load_ranks(spec, 2, tmp_path)]
     total = sum(each.weight_bytes for each in ranks)
-    norms = 7 * 256 * 4
-    assert total == whole.weight_bytes + norms
+    norms, exponents = 7 * 256 * 4, 3 * 2 * 256 * 2  # of the rows whose columns are divided
+    assert total == whole.weight_bytes + norms + exponents
     assert sum(each.kv_cache_bytes for each in ranks) == whole.kv_cache_bytes
 
 

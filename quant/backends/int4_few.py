@@ -1,0 +1,208 @@
+"""Products of a few tokens with codes of 3 and 4 bit and narrow scales, compiled, in the blocks of
+64 rows of torch's int4 kernel: that kernel would need scales of 32 bit, and codes of 4.
+
+Codes of a group are multiplied as they are, and its scale and zero once, each for a row without the
+row's power of two (`quant.rounding.narrow`):
+
+    f * sum over groups of (s * (sum of x * code - half * sum of x) + zero * sum of x)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from quant.numba_loops import compiled_loop, torch_threads
+from quant.rounding.narrow import MIDDLE_ZERO, ZERO_STEPS
+from quant.scheme import NARROW_GROUP
+
+MOST_TOKENS = {3: 4, 4: 2}
+"""By bits. More sums than those of four tokens have no room in registers, and the library's kernel,
+for which scales are restored, is as fast from three tokens on at 4 bit."""
+
+BLOCK_ROWS = 64
+_BYTES = BLOCK_ROWS // 2
+"""Bytes of a column of a block: the codes of rows r and r + 32 share one."""
+
+RUNS = {3: 16, 4: NARROW_GROUP}
+"""Columns of a run, whose sums stay in registers. At 3 bit a block is three parts of a quarter of
+its columns, each with one bit of the codes of the last quarter; groups may reach from one into the
+next."""
+
+_QUARTERS = 4
+_PARTS = {3: _QUARTERS, 4: 1}
+
+
+def takes(bits: int, columns: int, tokens: int) -> bool:
+    return tokens <= MOST_TOKENS[bits] and columns % (RUNS[bits] * _PARTS[bits]) == 0
+
+
+def multiply(
+    bits: int, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """Multiply bfloat16 `x` `[tokens, in]` with a weight of whole blocks: `packed` and `scales` as
+    `quant.backends.int4pack` holds them, narrow.
+    """
+    own = x.float()
+    sums = own.view(len(x), -1, RUNS[bits]).sum(-1)
+    pairs = packed.view(-1, _BYTES).numpy()
+    held = scales.view(torch.int16).squeeze(-1).numpy().view(np.uint16)
+    out = torch.empty(len(x), len(packed))
+    parallel = torch.get_num_threads() > 1
+    loop = _product(bits, len(x), parallel)
+    with torch_threads() if parallel else nullcontext():
+        loop(own.numpy(), sums.numpy(), pairs, held, out.numpy())
+    return out.to(x.dtype)
+
+
+@functools.cache
+def _product(bits: int, tokens: int, parallel: bool) -> Any:
+    import numba
+
+    run, parts, half = RUNS[bits], _PARTS[bits], 1 << (bits - 1)
+    plain = _run_added(tokens, run, half, _both_nibbles if bits == 4 else _upper_bits)
+    carried = _run_added(tokens, run, half, _carried_bits)
+    exponent = np.uint32(23)
+
+    def multiply_blocks(x: Any, of_runs: Any, pairs: Any, scales: Any, out: Any) -> None:
+        blocks = scales.shape[1] // BLOCK_ROWS
+        size, columns = len(pairs) // blocks, x.shape[1] // parts
+        for block in numba.prange(blocks):
+            top, row = BLOCK_ROWS * block, size * block
+            total = np.zeros((tokens, BLOCK_ROWS), np.float32)
+            for begin in range(0, columns, run):
+                for part in range(parts):
+                    first = part * columns + begin
+                    if part < _QUARTERS - 1:
+                        plain(x, of_runs, pairs, scales, total, (row + first, 0, first, top))
+                    else:
+                        own = row + begin, columns, first, top
+                        carried(x, of_runs, pairs, scales, total, own)
+            for i in range(BLOCK_ROWS):
+                word = np.uint32(scales[0, top + i])
+                power = np.uint32(word << exponent).view(np.float32)
+                for token in range(tokens):
+                    out[token, top + i] = total[token, i] * power
+
+    return compiled_loop(multiply_blocks, parallel)
+
+
+_Codes = Callable[[Any, Any], tuple[Any, Any]]
+"""Instructions for codes of the first and second half of the rows, from a load of a column."""
+
+
+def _run_added(tokens: int, run: int, half: int, codes_of: _Codes) -> Any:
+    """Compile the products with a run of columns, added to `total` `[tokens, 64]`: of `x` from
+    `column` on, whose codes lie from `row` of `pairs` on, or in parts `apart` from there, and with
+    the scales of rows from `top` on. It is written out in vectors: numba would keep sums in memory.
+    """
+    from llvmlite import ir
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+
+    helpers: Any = cgutils  # without annotations
+    kinds: Any = types
+    long, number, lanes = ir.IntType(64), ir.IntType(32), ir.VectorType(ir.FloatType(), 16)
+    whole = ir.VectorType(number, 16)
+    any_order = ("contract", "reassoc", "nsz")
+
+    def all_of(kind: Any, value: float) -> Any:
+        return ir.Constant(kind, [value] * 16)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def place(index: int, *at: Any) -> Any:
+            kind = signature.args[index]
+            held = context.make_array(kind)(context, builder, arguments[index])
+            return helpers.get_item_pointer(context, builder, kind, held, at, wraparound=False)
+
+        def vector(kind: Any, *at: Any) -> Any:
+            return builder.bitcast(place(*at), kind.as_pointer())
+
+        def spread(pointer: Any) -> Any:
+            one = builder.insert_element(lanes(ir.Undefined), builder.load(pointer), number(0))
+            return builder.shuffle_vector(one, one, all_of(whole, 0))
+
+        def floats(codes: Any, rows: int) -> Any:
+            own = builder.shuffle_vector(codes, codes, whole(list(range(rows, rows + 16))))
+            return builder.sitofp(builder.zext(own, whole), lanes)
+
+        def plus(total: Any, one: Any, other: Any) -> Any:
+            return builder.fadd(total, builder.fmul(one, other, flags=any_order), flags=any_order)
+
+        row, apart, column, top = helpers.unpack_tuple(builder, arguments[5], 4)
+        asked = [place(0, long(token), column) for token in range(tokens)]
+        begins = [builder.add(row, builder.mul(apart, long(part))) for part in range(_QUARTERS - 1)]
+        columns = ir.VectorType(ir.IntType(8), _BYTES)
+        held = [vector(columns, 2, first, long(0)) for first in begins]
+        sums = [[all_of(lanes, 0.0)] * 4 for _ in range(tokens)]
+        for at in range(run):
+
+            def load(part: int, at: int = at) -> Any:
+                return builder.load(builder.gep(held[part], [number(at)]), align=1)
+
+            codes = codes_of(builder, load)
+            weights = [floats(each, rows) for each in codes for rows in (0, 16)]
+            for token in range(tokens):
+                value = spread(builder.gep(asked[token], [number(at)]))
+                sums[token] = [
+                    plus(*each, value) for each in zip(sums[token], weights, strict=True)
+                ]
+
+        group = builder.add(builder.udiv(column, long(NARROW_GROUP)), long(1))
+        of_run = [
+            spread(place(1, long(token), builder.udiv(column, long(run))))
+            for token in range(tokens)
+        ]
+        for i in range(4):
+            rows = builder.add(top, long(16 * i))
+            narrow = vector(ir.VectorType(ir.IntType(16), 16), 3, group, rows)
+            both = builder.zext(builder.load(narrow, align=2), whole)
+            scale = builder.sitofp(builder.and_(both, all_of(whole, 255)), lanes)
+            steps = builder.sitofp(builder.lshr(both, all_of(whole, 8)), lanes)
+            steps = builder.fmul(steps, all_of(lanes, 1 / ZERO_STEPS))
+            steps = builder.fsub(steps, all_of(lanes, MIDDLE_ZERO / ZERO_STEPS))
+            zero = builder.bitcast(builder.fmul(steps, scale), whole)
+            zero = builder.bitcast(builder.and_(zero, all_of(whole, 0xFFFF0000)), lanes)
+            zero = plus(zero, scale, all_of(lanes, -float(half)))
+            for token in range(tokens):
+                out = vector(lanes, 4, long(token), long(16 * i))
+                added = plus(builder.load(out, align=4), scale, sums[token][i])
+                builder.store(plus(added, zero, of_run[token]), out, align=4)
+        return context.get_dummy_value()
+
+    return intrinsic(
+        lambda context, x, of_runs, pairs, scales, total, at: (
+            kinds.void(x, of_runs, pairs, scales, total, kinds.UniTuple(kinds.int64, 4)),
+            code,
+        )
+    )
+
+
+def _bytes(builder: Any, operation: str, value: Any, number: int) -> Any:
+    return getattr(builder, operation)(value, value.type([number] * _BYTES))
+
+
+def _both_nibbles(builder: Any, load: Any) -> tuple[Any, Any]:
+    own = load(0)
+    return _bytes(builder, "and_", own, 15), _bytes(builder, "lshr", own, 4)
+
+
+def _upper_bits(builder: Any, load: Any) -> tuple[Any, Any]:
+    """Of each nibble, whose lowest bit is of another column."""
+    own = load(0)
+    low, high = (_bytes(builder, "lshr", own, shift) for shift in (1, 5))
+    return _bytes(builder, "and_", low, 7), high
+
+
+def _carried_bits(builder: Any, load: Any) -> tuple[Any, Any]:
+    """The lowest bits of the nibbles of three parts, the highest first."""
+    joined = _bytes(builder, "and_", load(0), 0x11)
+    for part in (1, 2):
+        own = _bytes(builder, "and_", load(part), 0x11)
+        joined = builder.or_(_bytes(builder, "shl", joined, 1), own)
+    return _both_nibbles(builder, lambda part: joined)
