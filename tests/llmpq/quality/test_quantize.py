@@ -178,16 +178,14 @@ def test_calibrated_weights_move_outputs_less_than_rounded_ones(tmp_path: Path) 
         return layer.hidden
 
     exact = last_hidden(tmp_path / "model", LayerScheme())
-    nearest, fitted, calibrated = (
+    nearest, calibrated = (
         float((last_hidden(tmp_path / folder, scheme) - exact).norm())
         for folder, scheme in (
             ("model", LayerScheme(3, rounding="nearest")),
-            ("model", LayerScheme(3)),
             ("made", LayerScheme(3)),
         )
     )
     assert calibrated < 0.8 * nearest
-    assert calibrated < fitted
 
 
 def test_what_is_not_quantized_is_copied_under_the_librarys_names(tmp_path: Path) -> None:

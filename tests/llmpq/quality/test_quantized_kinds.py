@@ -113,7 +113,7 @@ def test_stored_experts_are_planned_with_the_bits_that_they_have(tmp_path: Path)
     ends = embedding_bytes(shape, "float32") + norm_bytes(shape, "float32")
     ends += 0 if shape.tied_embeddings else head_bytes(shape, "float32")
     assert fitted.weight_bytes == planned + ends
-    assert fitted.weight_bytes == pytest.approx(nearest.weight_bytes, rel=0.02)
+    assert fitted.weight_bytes == pytest.approx(nearest.weight_bytes, rel=0.03)
     path = tmp_path / "made" / "model-00002-of-00006.safetensors"
     kept = {name: t for name, t in load_file(path).items() if "experts.5.up_proj" not in name}
     save_file(kept, path)

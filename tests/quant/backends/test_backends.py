@@ -8,13 +8,15 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from quant.backends import int4_layout, int4pack
+from quant.backends import int4_few, int4_layout, int4pack
 from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.bnb import BnbNf4
+from quant.backends.int4_layout import layout_is_known
 from quant.backends.int4pack import Int3Pack, Int4Pack
 from quant.backends.int8pack import Int8Pack, OneDnnW8A8
 from quant.backends.kernel_classes import BACKENDS, self_test, usable_backend
@@ -24,7 +26,8 @@ from quant.backends.rotation import LANES, rotate
 from quant.backends.table import KERNEL_RULES
 from quant.common.errors import CheckpointError, DeviceError, SpecError
 from quant.devices import local_processor
-from quant.rounding.canonical import quantize
+from quant.numba_loops import has_numba
+from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import Rounding
 from quant.rounding.weighted import column_importance
@@ -146,16 +149,17 @@ def test_int8pack_refuses_rows_that_its_kernel_reads_beyond(columns: int) -> Non
 
 
 def int3pack_and_twin(rows: int, columns: int) -> tuple[Int3Pack, Int4Pack]:
-    """A 3-bit weight, and as 4-bit codes twice as large with half the scale."""
+    """A 3-bit weight, and as 4-bit codes twice as large with half the scale, in bfloat16."""
     canonical = quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(8)), 3)
     doubled = replace(canonical, codes=canonical.codes * 2, scale=canonical.scale / 2, bits=4)
+    doubled = replace(doubled, narrow=False)
     return Int3Pack.from_canonical(canonical), Int4Pack.from_canonical(doubled)
 
 
 @pytest.mark.parametrize(
     ("rows", "columns"), [(16, 32), (48, 96), (64, 64), (208, 320), (1104, 2048), (64, 40960)]
 )
-@pytest.mark.parametrize("tokens", [1, 130])
+@pytest.mark.parametrize("tokens", [int4_few.MOST_TOKENS[3] + 1, 130])
 def test_int3pack_restores_the_int4_layout_bit_by_bit(rows: int, columns: int, tokens: int) -> None:
     packed, twin = int3pack_and_twin(rows, columns)
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(9)).bfloat16()
@@ -163,16 +167,38 @@ def test_int3pack_restores_the_int4_layout_bit_by_bit(rows: int, columns: int, t
     assert packed.nbytes == RULES["int3pack"].nbytes(LinearShape(columns, rows), "bfloat16")
 
 
+@pytest.mark.skipif(not layout_is_known() or not has_numba(), reason="needs AVX-512 and numba")
+@pytest.mark.parametrize("kind", [Int3Pack, Int4Pack])
+@pytest.mark.parametrize(("rows", "columns"), [(320, 576), (128, 1536), (64, 4096)])
+def test_few_tokens_with_narrow_scales_against_float64(
+    kind: type[Int3Pack | Int4Pack], rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off by a rounding to the activations' type, and by sums in float32 of whole codes."""
+    generator = torch.Generator().manual_seed(columns)
+    weight = torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 0, rows)[:, None]
+    canonical = quantize(weight + 0.01, kind.bits)
+    packed, meant = kind.from_canonical(canonical), dequantize(canonical).double()
+    terms = (1 << kind.bits) * canonical.scale.double().amax(-1)
+    for tokens in range(1, int4_few.MOST_TOKENS[kind.bits] + 1):
+        x = torch.randn(tokens, columns, generator=generator).bfloat16()
+        exact, sizes = x.double() @ meant.t(), x.double().abs().sum(-1, keepdim=True)
+        limit = 2**-8 * exact.abs() + 4 * 2**-24 * sizes * terms
+        for threads in (1, 2):
+            monkeypatch.setattr(torch, "get_num_threads", partial(int, threads))
+            out = int4_few.multiply(kind.bits, x, packed.packed, packed.scales)
+            assert ((out.double() - exact).abs() <= limit).all()
+
+
 def test_int3pack_keeps_no_more_scratch_memory_than_it_says() -> None:
     for columns in (64, 40960, 1024):
-        int3pack_and_twin(128, columns)[0].forward(torch.zeros(1, columns, dtype=torch.bfloat16))
+        int3pack_and_twin(128, columns)[0].forward(torch.zeros(5, columns, dtype=torch.bfloat16))
     held = int4pack._MEMORY._words
     assert held.nbytes <= 1.75 * max(1 << 20, 64 * 40960 // 2)
 
 
 def test_int3pack_scratch_memory_serves_other_threads_and_inference_mode() -> None:
     cases = [int3pack_and_twin(rows, 512) for rows in (64, 640, 1280, 2560)]
-    x = torch.randn(3, 512).bfloat16()
+    x = torch.randn(5, 512).bfloat16()
 
     def agrees(case: tuple[Int3Pack, Int4Pack]) -> bool:
         with torch.inference_mode():
@@ -302,7 +328,8 @@ def test_bitsandbytes_sizes_and_products() -> None:
     """bitsandbytes runs on CPUs too, which is enough to check sizes and the calling convention."""
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(6))
     packed = BnbNf4.from_weight(weight, torch.float16, CPU)
-    assert packed.nbytes == RULES["bnb_nf4"].nbytes(LinearShape(128, 96), "float16")
+    exponents = 2 * 96  # of the backend that may take its place
+    assert packed.nbytes + exponents == RULES["bnb_nf4"].nbytes(LinearShape(128, 96), "float16")
     assert self_test(BnbNf4, torch.float16, CPU) is None
 
 

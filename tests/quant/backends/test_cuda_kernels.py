@@ -34,15 +34,16 @@ from quant.backends.kernel_classes import self_test
 from quant.backends.table import rule_for
 from quant.linear import QuantizedLinear
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
-from quant.scheme import LinearShape, Processor
+from quant.rounding.ways import affine_codes
+from quant.scheme import NARROW_GROUP, LinearShape, Processor, group_size
 from tests.cuda_emulation import CPU, emulated, needs_compiler
 
 pytestmark = needs_compiler
 
 BACKENDS = {3: Cuda3Bit, 4: Cuda4Bit, 8: Cuda8Bit}
 SHAPES = ((8, 32), (11, 96), (21, 192), (16, 1056), (9, 4224))
-"""(out, in): groups of 32, 64 and 128, rows that leave threads without work or take them round the
-loop twice, rows that the last blocks share."""
+"""(out, in): narrow groups of 32, stored ones of 64 and 128, rows that leave threads without work
+or take them round the loop twice, rows that the last blocks share."""
 TENSOR_SHAPES = ((8, 32), (11, 96), (130, 192), (161, 544))
 """The same, and two blocks of rows, whole and broken runs of 128 columns, several of them."""
 TOKENS = {PACKED: (1, 2, 3, 4, 5, 8, 9, 24), RESTORED: (25,), TENSOR: (1, 8, 11)}
@@ -98,8 +99,18 @@ def make(bits: int, shape: tuple[int, int]) -> tuple[CudaPacked, CanonicalWeight
     generator = torch.Generator().manual_seed(shape[0])
     weight = torch.randn(shape, generator=generator) + 0.5
     weight[shape[0] // 2] *= 10
-    canonical = quantize(weight, bits)
+    group = group_size(shape[1])
+    is_stored = bits != 8 and group != NARROW_GROUP
+    canonical = of_groups(weight, bits, group) if is_stored else quantize(weight, bits)
     return BACKENDS[bits].from_canonical(canonical), canonical
+
+
+def of_groups(weight: torch.Tensor, bits: int, group: int) -> CanonicalWeight:
+    """Codes with numbers of bfloat16 for each group, as checkpoints store them."""
+    grouped = weight.unflatten(1, (-1, group)).clone()
+    scale, zero = affine_codes(grouped, bits, None)
+    codes = grouped.flatten(1).to(torch.uint8)
+    return CanonicalWeight(codes, scale.bfloat16(), zero.bfloat16(), bits, group)
 
 
 def activations(tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
