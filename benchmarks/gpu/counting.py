@@ -246,7 +246,8 @@ def _packed(kernel: type[PackedWeight], shape: LinearShape, bits: int) -> Packed
         whole = CanonicalWeight(codes, empty(torch.float32, rows, 1), None, 8, columns)
         return kernel.from_canonical(whole)
     scale, zero = (empty(torch.bfloat16, rows, columns // shape.group) for _ in range(2))
-    return kernel.from_canonical(CanonicalWeight(codes, scale, zero, bits, shape.group))
+    own = CanonicalWeight(codes, scale, zero, bits, shape.group, shape.is_narrow)
+    return kernel.from_canonical(own)
 
 
 def _memory(cache: KVCache) -> set[int]:
