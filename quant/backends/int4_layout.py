@@ -246,12 +246,11 @@ def _turned(
     weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor, group: int
 ) -> torch.Tensor:
     """Decode to `weight` `[in, rows]`, the same bits as `_Decoder`'s."""
-    scale = scale_zero[:, :, 0].float().contiguous()
-    begin = scale_zero[:, :, 1].float().sub(scale, alpha=_MIDDLE)
+    words = scale_zero.view(torch.int32).squeeze(-1).numpy().view(np.uint32)
     pairs = blob.view(-1, len(weight), HALF_ROWS).numpy()
     with torch_threads():
         loop = _decoding(torch.get_num_threads() > 1)
-        loop(pairs, scale.numpy(), begin.numpy(), group, weight.view(torch.uint16).numpy())
+        loop(pairs, words, group, weight.view(torch.uint16).numpy())
     return weight
 
 
@@ -263,14 +262,20 @@ def _decoding(parallel: bool) -> Any:
     import numba
 
     up, odd, half, mask, four = *map(np.uint32, (0x7FFF, 1, 16)), np.uint8(15), np.uint8(4)
+    upper, middle = np.uint32(0xFFFF0000), np.float32(_MIDDLE)
 
-    def decode(pairs: Any, scale: Any, begin: Any, group: int, weight: Any) -> None:
+    def decode(pairs: Any, words: Any, group: int, weight: Any) -> None:
         for block in numba.prange(len(pairs)):
             top = BLOCK_ROWS * block
+            steps, zeros = np.empty(BLOCK_ROWS, np.float32), np.empty(BLOCK_ROWS, np.float32)
             for column in range(len(weight)):
                 own, out = pairs[block, column], weight[column, top : top + BLOCK_ROWS]
-                steps = scale[column // group, top : top + BLOCK_ROWS]
-                zeros = begin[column // group, top : top + BLOCK_ROWS]
+                if column % group == 0:
+                    both = words[column // group, top : top + BLOCK_ROWS]
+                    for row in range(BLOCK_ROWS):
+                        step = np.uint32(both[row] << half).view(np.float32)
+                        zero = np.uint32(both[row] & upper).view(np.float32)
+                        steps[row], zeros[row] = step, zero - middle * step
                 for row in range(HALF_ROWS):  # a byte: rows r and r + 32 of a block
                     other, byte = row + HALF_ROWS, own[row]
                     one = np.float32(np.int32(byte & mask)) * steps[row] + zeros[row]

@@ -97,7 +97,7 @@ def test_copying_is_cheaper_over_fast_links_alone(plan: PlanSpec) -> None:
 
 def test_a_cpu_parks_in_what_its_own_limit_leaves() -> None:
     node = "name: one\nnodes: [{name: a, accelerators: {CPU: 1}, threads: 2, memory_gib: %s}]\n"
-    ample, scarce = plan_of(node % 64), plan_of(node % 5.7)
+    ample, scarce = plan_of(node % 64), plan_of(node % 5.8)
     assert parking(ample).most_tokens == ample.workload.kv_tokens
     (stage,) = scarce.stages
     left = stage.memory_limit_bytes - stage.memory_bytes
