@@ -97,8 +97,9 @@ def _whole_or_not(target: Path) -> Iterator[Path]:
         yield folder
         folder.chmod(0o755)
         folder.rename(target)
-    except FileExistsError:  # another process was first
-        pass
+    except OSError:
+        if not target.is_dir():  # another process was first
+            raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
