@@ -192,25 +192,24 @@ class RayJobs:
             return self._client.submit_job(entrypoint=command, runtime_env=environment)
 
     def follow(self, job_id: str, write: Callable[[str], Any]) -> JobEnd:
-        """Hand the log to `write` until the job ends, through lost connections, nothing twice."""
+        """Hand the log to `write` until the job ends, through lost connections, nothing twice. Its
+        last lines, which a connection that is closed in good order may lack, are asked for then.
+        """
         import aiohttp
 
         self._end(job_id)
         log = JobLog(write)
         while True:
-            is_whole = False
             try:
                 asyncio.run(log.tail(self._client, job_id))
-                is_whole = True
             except BrokenPipeError:
                 raise  # nobody reads any more
             except (OSError, RuntimeError, aiohttp.ClientError):
                 pass
             end = self._end_soon(job_id)
             if end is not None:
-                if not is_whole:
-                    with self._explained_errors(job_id):
-                        log.take(self._client.get_job_logs(job_id))
+                with self._explained_errors(job_id):
+                    log.take(self._client.get_job_logs(job_id))
                 return end
             time.sleep(RETRY_S)
 

@@ -220,19 +220,20 @@ def test_something_else_answers(status: int, body: bytes) -> None:
 
 
 class CutConnections:
-    """Ray's client for a job whose log connection breaks after every second piece; one request for
-    its state in two is not answered.
+    """Ray's client for a job whose log connection breaks, or is closed, after every second piece;
+    one request for its state in two is not answered.
     """
 
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
+    def __init__(self, log: list[str], is_closed_in_order: bool = False) -> None:
+        self.log, self.is_closed_in_order = log, is_closed_in_order
         self.grown = self.asked = 0
 
     async def tail_job_logs(self, _job: str) -> AsyncIterator[str]:
         self.grown = min(len(self.log), self.grown + 2)
         for piece in self.log[: self.grown]:
             yield piece
-        raise RuntimeError("closed unexpectedly")
+        if not self.is_closed_in_order:
+            raise RuntimeError("closed unexpectedly")
 
     def get_job_info(self, _job: str) -> Any:
         self.asked += 1
@@ -246,12 +247,15 @@ class CutConnections:
         return "".join(self.log) + "end"
 
 
-def test_a_log_is_followed_over_broken_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_log_is_followed_over_broken_connections(
+    in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ray_jobs, "RETRY_S", 0.0)
     jobs = RayJobs.__new__(RayJobs)
     jobs.address = "http://head:8265"
     pieces = [f"line {i}\n" for i in range(7)]
-    jobs._client = CutConnections(pieces)  # type: ignore[assignment]
+    jobs._client = CutConnections(pieces, in_order)  # type: ignore[assignment]
     seen: list[str] = []
     assert jobs.follow("job", seen.append).exit_code == 3
     assert "".join(seen) == "".join(pieces) + "end"
