@@ -1,7 +1,7 @@
 """Measuring the importance of a stage's layers, before its weights are packed.
 
-Some random token ids pass through the plain layers, one of which is in memory at a time; a
-stage takes the hidden states that the stage before has computed.
+A short text passes through the plain layers, one of which is in memory at a time; a stage takes
+the hidden states that the stage before has computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from actors.random_sequences import SEED, SEQUENCE_TOKENS, random_sequences
+from actors.sample_text import PASSAGES, SEED, SEQUENCE_TOKENS, sample_sequences
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
 from quant.checkpoint.reader import Checkpoint
@@ -46,6 +46,30 @@ def random_token_ids(config: PretrainedConfig, sequences: int, length: int) -> T
     uniform = torch.rand(sequences, length, generator=draws, dtype=torch.float64)
     places = (uniform * math.log(len(usual))).exp().long()
     return usual[places.clamp(max=len(usual) - 1)]
+
+
+def sample_token_ids(folder: Path, config: PretrainedConfig, sequences: int) -> Tensor:
+    """Ids `[sequences, SEQUENCE_TOKENS]` of the sample text by the tokenizer in `folder`; random
+    ones where it has none, or knows too little of the text.
+    """
+    usual = random_token_ids(config, sequences, SEQUENCE_TOKENS)
+    token_ids = _text_ids(folder, config)[: usual.numel()]
+    if len(token_ids) < usual.numel() or max(token_ids) >= config.vocab_size:
+        return usual
+    return torch.tensor(token_ids).view_as(usual)
+
+
+def _text_ids(folder: Path, config: PretrainedConfig) -> list[int]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+        passages = tokenizer(list(PASSAGES), add_special_tokens=False)["input_ids"]
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # such as a Rust panic; the driver's tokenizer reports it
+        return []
+    return [token for own in passages for token in own if token != tokenizer.unk_token_id]
 
 
 def measure_stage(
@@ -85,8 +109,8 @@ def measure_layers(
     own = compute if stored else compute.in_type(_fast_dtype(dtype, compute.processor))
     stream = LayerStream(checkpoint, own)
     if hidden is None:
-        sequences = random_sequences(model_shape(str(checkpoint.folder)))
-        token_ids = random_token_ids(stream.config, sequences, SEQUENCE_TOKENS)
+        sequences = sample_sequences(model_shape(str(checkpoint.folder)))
+        token_ids = sample_token_ids(checkpoint.folder, stream.config, sequences)
         hidden = stream.embed(token_ids, dtype)
     hidden = hidden.to(own.dtype)
     found = []

@@ -20,11 +20,11 @@ from actors.processes.observer import Observer
 from actors.processes.placement import place
 from actors.processes.ray_head import has_stage_environment
 from actors.processes.reservation import Reservation, ReservedPart
-from actors.random_sequences import what_is_seen
 from actors.recovery.generation import LiveGeneration
 from actors.recovery.pipeline import StagePipeline
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import Repair
+from actors.sample_text import what_is_seen
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import queue_sizes
 from actors.stage.spec import (

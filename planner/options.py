@@ -109,8 +109,8 @@ class PlanOptions:
       the other side is minimised within that bound. A rise of perplexity becomes a `max_omega`
       by the points measured in the omega file.
     - `max_request_latency_s`: inf is any latency.
-    - `importance`: where neither it nor `omega_file` names one, stages measure on random ids when
-      they load.
+    - `importance`: where neither it nor `omega_file` names one, stages measure on a sample text
+      when they load.
     - `search_time_limit`: seconds for all searches that a plan needs, of which those over device
       orders, micro-batch sizes and numbers in flight have `PLAN_TIME`.
     - `rounding`: `gptq` is calibrated before a first run. No figure of the plan depends on it.

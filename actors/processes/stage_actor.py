@@ -91,7 +91,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
     def measure_importance(
         self, hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[LayerImportance]]:
-        """Pass random tokens through the stage's plain layers, before it is loaded.
+        """Pass the sample text through the stage's plain layers, before it is loaded.
 
         `hidden` are the states that the stage before gave, None on the first one. Returns those of
         the next stage, and what was seen. Raises what `measure_stage` raises.

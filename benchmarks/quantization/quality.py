@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 
 from actors.importance import measure_layers
-from actors.random_sequences import what_is_seen
+from actors.sample_text import what_is_seen
 from actors.stage.layer_stream import compute_on
 from benchmarks.lab import header, processor_name
 from benchmarks.quantization.quality_tables import (
@@ -148,7 +148,7 @@ def weight_only(
 
 
 def importance_of(model: Path, shape: ModelShape) -> Importance:
-    """What a stage measures by itself, on random ids."""
+    """What a stage measures by itself, without a text of the user's."""
     compute = compute_on(CPU, torch.float32)
     schemes = [LayerScheme()] * shape.layers
     _, layers = measure_layers(model, compute, range(shape.layers), schemes)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from actors.importance import measure_layers
-from actors.random_sequences import what_is_seen
+from actors.sample_text import what_is_seen
 from actors.stage.layer_stream import compute_on
 from llmpq.jobs.store import ModelNames
 from llmpq.model_check import checked_adapter

@@ -189,7 +189,7 @@ class PlanSpec(Saved):
     computes on emulated devices. With a `job`, `workload` has the requests in flight and
     `predicted` is the job's; `long_rows` plans rows beyond `workload`. `orca` and `s3` take
     micro-batches of at most `policy.max_batch_size` over the slots of `workload.kv_tokens`. Weights
-    are rounded by `importance`; None: by what stages measure on random ids when they load.
+    are rounded by `importance`; None: by what stages measure on a sample text when they load.
     `prefill_plan`: stages that prefill for these, which only decode; each of both plans has all
     layers.
     """

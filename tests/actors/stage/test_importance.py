@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 from actors.importance import (
     measure_stage,
     random_token_ids,
+    sample_token_ids,
 )
-from actors.random_sequences import MOST_SEQUENCES, SEQUENCE_TOKENS, random_sequences
+from actors.sample_text import MOST_SEQUENCES, PASSAGES, SEQUENCE_TOKENS, sample_sequences
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
 from quant.common.errors import CheckpointError
@@ -111,10 +114,47 @@ def test_random_ids_are_no_special_ones_and_always_the_same() -> None:
     assert random_token_ids(config, 1, 500).shape == (1, 128), "it has no more positions"
 
 
+@pytest.fixture
+def with_words(tmp_path: Path) -> tuple[Path, Any, list[int]]:
+    """A folder with a tokenizer of all words of the sample text, its config, and the text's ids."""
+    config = deepcopy(CONFIGS["llama"])
+    save_tiny(tmp_path, config)
+    split = pre_tokenizers.Whitespace()
+    words = [word for word, _ in split.pre_tokenize_str(" ".join(PASSAGES))]
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))
+    tokenizer.pre_tokenizer = split
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path, config, [vocabulary[word] for word in words]
+
+
+def test_the_text_that_is_seen_is_that_of_the_models_tokenizer(
+    with_words: tuple[Path, Any, list[int]],
+) -> None:
+    folder, config, token_ids = with_words
+    config.vocab_size = max(token_ids) + 1
+    seen = sample_token_ids(folder, config, MOST_SEQUENCES)
+    assert seen.flatten().tolist() == token_ids[: MOST_SEQUENCES * SEQUENCE_TOKENS]
+    assert torch.equal(sample_token_ids(folder, config, 1), seen[:1])
+
+
+def test_random_ids_are_seen_where_the_tokenizer_is_not_the_models(
+    with_words: tuple[Path, Any, list[int]],
+) -> None:
+    folder, config, token_ids = with_words
+    config.vocab_size = max(token_ids[: 2 * SEQUENCE_TOKENS])
+    expected = random_token_ids(config, 2, SEQUENCE_TOKENS)
+    assert torch.equal(sample_token_ids(folder, config, 2), expected), "ids beyond the vocabulary"
+    for content in ("{}", None):
+        file = folder / "tokenizer.json"
+        file.unlink() if content is None else file.write_text(content)
+        assert torch.equal(sample_token_ids(folder, config, 2), expected)
+
+
 def test_fewer_sequences_pass_through_a_large_model() -> None:
     tiny = model_shape("opt-125m")
-    assert random_sequences(tiny) == MOST_SEQUENCES
-    assert random_sequences(model_shape("opt-30b")) == 1
+    assert sample_sequences(tiny) == MOST_SEQUENCES
+    assert sample_sequences(model_shape("opt-30b")) == 1
 
 
 def test_values_beyond_the_type_are_told_with_their_layer(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors.importance import measure_layers
-from actors.random_sequences import what_is_seen
+from actors.sample_text import what_is_seen
 from actors.stage.layer_stream import compute_on
 from benchmarks.quantization.models import smollm2
 from llmpq import Cluster, Workload
