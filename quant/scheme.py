@@ -38,7 +38,7 @@ GROUP_SIZES = (128, 64, 32)
 
 NARROW_GROUP = 32
 """Columns that share a scale where weights are rounded as they are loaded: scale and zero then
-have a byte each (`quant.rounding.narrow`)."""
+have a byte each (`quant.narrow`)."""
 
 
 @dataclass(frozen=True)
@@ -173,16 +173,23 @@ class GptqOptions:
     columns with the largest inputs are rounded first, under scales that are fixed before, so that
     columns stay in their places and kernels are not affected; else columns are rounded in their
     order, and each group's scale is chosen when it is reached. `damping`: share of the mean
-    diagonal added to it.
+    diagonal added to it. `narrow`: 3 and 4 bit have the groups of weights that are rounded when
+    they are loaded, which no other library reads.
     """
 
     symmetric: bool = False
     act_order: bool = True
     damping: float = DAMPING
+    narrow: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.damping <= MOST_DAMPING:
             raise SpecError(f"damping is {self.damping}; it must be above 0 and at most 1")
+
+    def group(self, columns: int, bits: int) -> int:
+        """Columns that share a scale."""
+        is_narrow = self.narrow and bits != NEAR_FULL_BITS and columns % NARROW_GROUP == 0
+        return NARROW_GROUP if is_narrow else group_size(columns)
 
 
 FORM_ROUNDINGS = ("nearest", "stochastic")

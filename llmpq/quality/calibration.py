@@ -25,7 +25,7 @@ from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.stored_config import CONFIG_FILE
 from quant.common.errors import InputError, SpecError
-from quant.scheme import GPTQ
+from quant.scheme import GPTQ, GptqOptions
 
 MOST_ROWS = 4096
 """Rows that are tokenized, evenly spaced: at 16 tokens each they fill 128 sequences of 512."""
@@ -91,6 +91,7 @@ FOLDER = "gptq"
 """The folder's name within the cache of packed layers."""
 
 _SEQUENCES, _SEED = 32, 0
+_OPTIONS = GptqOptions(narrow=True)
 
 
 def with_calibrated(
@@ -127,7 +128,7 @@ def with_calibrated(
     documents = () if prompts is None else prompts(folder)
     seen = hashlib.sha256(repr(documents).encode()).hexdigest() if documents else "random ids"
     key = hashlib.sha256(
-        f"{model_digest(folder, reference, adapter)} {bits}{apart} {seen}".encode()
+        f"{model_digest(folder, reference, adapter)} {bits}{apart} {seen} {_OPTIONS}".encode()
     ).hexdigest()
     target = options.cache.path / FOLDER / key[:32]
     if not (target / CONFIG_FILE).is_file():
@@ -150,7 +151,6 @@ def _quantize(
     from llmpq.quality.subjects import compute_of
     from planner.model.finding import model_shape
     from quant.checkpoint.reader import Checkpoint
-    from quant.scheme import GptqOptions
 
     folder, adapter = model
     length = min(SEQUENCE_LENGTH, model_shape(str(folder)).max_positions)
@@ -160,5 +160,5 @@ def _quantize(
     else:
         token_ids = random_token_ids(read_config(folder), _SEQUENCES, length)
     compute = compute_of("auto", "auto")
-    wanted = Quantization(bits[0], token_ids, compute, GptqOptions(), bits[1])
+    wanted = Quantization(bits[0], token_ids, compute, _OPTIONS, bits[1])
     quantize_checkpoint(Checkpoint(folder, adapter), target, wanted, progress=progress)

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from quant.common.errors import CheckpointError
 from quant.devices import moved_blocks, prefers_float32, ranges, row_blocks, rows_at_once
+from quant.narrow import decode_scales, encode
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
-from quant.rounding.narrow import decode_scales, encode
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
 
@@ -112,7 +112,7 @@ class CanonicalPacked(PackedWeight):
 
 def held_scales(canonical: CanonicalWeight, dtype: torch.dtype | None = None) -> Tensor:
     """Scales and zeros of 3- and 4-bit codes as backends hold them: uint8 `[out, 1 + groups, 2]`
-    (`quant.rounding.narrow`), else `[out, groups, 2]` in `dtype`, without one as they are.
+    (`quant.narrow`), else `[out, groups, 2]` in `dtype`, without one as they are.
     """
     assert canonical.zero is not None, "3- and 4-bit codes are affine"
     if canonical.narrow:

@@ -52,7 +52,7 @@ struct Affine {
 };
 
 // A row's octets and its groups, each of 2^group_shift octets, four or more; unused at 8 bit.
-// `narrow`: a group has two bytes, and a row two before its groups (quant/rounding/narrow.py).
+// `narrow`: a group has two bytes, and a row two before its groups (quant/narrow.py).
 struct Width {
     unsigned int octets, groups, group_shift, narrow;
 

@@ -2,7 +2,7 @@
 64 rows of torch's int4 kernel: that kernel would need scales of 32 bit, and codes of 4.
 
 Codes of a group are multiplied as they are, and its scale and zero once, each for a row without the
-row's power of two (`quant.rounding.narrow`):
+row's power of two (`quant.narrow`):
 
     f * sum over groups of (s * (sum of x * code - half * sum of x) + zero * sum of x)
 """
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from quant.narrow import MIDDLE_ZERO, ZERO_STEPS
 from quant.numba_loops import compiled_loop, torch_threads
-from quant.rounding.narrow import MIDDLE_ZERO, ZERO_STEPS
 from quant.scheme import NARROW_GROUP
 
 MOST_TOKENS = {3: 4, 4: 2}

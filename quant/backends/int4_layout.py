@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from quant.backends.base import ThreadWords, read_scales
 from quant.devices import ranges, row_blocks
+from quant.narrow import MIDDLE_ZERO, ZERO_STEPS
 from quant.numba_loops import compiled_loop, has_numba, torch_threads
-from quant.rounding.narrow import MIDDLE_ZERO, ZERO_STEPS
 from quant.scheme import NARROW_GROUP
 
 BLOCK_ROWS = 64

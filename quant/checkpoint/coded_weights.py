@@ -12,6 +12,7 @@ from quant.checkpoint.formats.tensors import (
     FP4,
     INT8_SCALES,
     INTEGERS,
+    NARROW_PART,
     PACKED,
     SCALED,
     SCALES,
@@ -57,7 +58,7 @@ _OF_INPUTS = ("pre_quant_scale", "_weight_act_pre_scale")
 """What inputs of a module are multiplied by, in ModelOpt and torchao."""
 
 _PARTS = (
-    *("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", *SCALES),
+    *("qweight", "qzeros", "scales", NARROW_PART, "g_idx", "weight", "weight_packed", *SCALES),
     *("weight_zero_point", "weight_shape", "weight_g_idx", *WHOLE_SCALES, *_OF_INPUTS),
     *(INT8_SCALES, *STATES, "weight.absmax", "weight.quant_map"),
     *("weight.nested_absmax", "weight.nested_quant_map"),

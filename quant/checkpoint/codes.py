@@ -21,7 +21,9 @@ _FIRST_PART, _SECOND_PART = 21, 11
 class GroupCodes:
     """A weight `(code - zero) * scale + low`: `codes` uint8 `[out, in]`; `scale` float `[out,
     groups]`; `zero` uint8 `[out, groups]`; `group_of_column` int32 `[in]`; `low` float `[out,
-    groups]` where the lowest weight of a group is no multiple of its scale, else None.
+    groups]` where the lowest weight of a group is no multiple of its scale, else None. `narrow`:
+    scale and low have a byte each, as `quant.narrow` can hold them, and zero is the middle
+    code.
     """
 
     codes: torch.Tensor
@@ -30,6 +32,7 @@ class GroupCodes:
     group_of_column: torch.Tensor
     bits: int
     low: torch.Tensor | None = None
+    narrow: bool = False
 
     def check_finite(self, place: str) -> None:
         sizes = self.scale if self.low is None else torch.stack((self.scale, self.low))
@@ -47,17 +50,18 @@ class GroupCodes:
 
     def split_rows(self, parts: int) -> list[GroupCodes]:
         """As many weights of equal numbers of rows below each other."""
-        assert self.low is None, "asked of codes that were chosen here"
         each = [part.chunk(parts) for part in (self.codes, self.scale, self.zero)]
+        lows = (None,) * parts if self.low is None else self.low.chunk(parts)
         return [
             replace(
                 self,
                 codes=codes,
                 scale=scale,
                 zero=zero,
+                low=low,
                 group_of_column=self.group_of_column.clone(),  # of files, no two may share memory
             )
-            for codes, scale, zero in zip(*each, strict=True)
+            for codes, scale, zero, low in zip(*each, lows, strict=True)
         ]
 
     def rows(self, block: slice) -> torch.Tensor:

@@ -17,6 +17,7 @@ from quant.checkpoint.formats.tensors import (
     GPTQ_FORM,
     INT8_SCALES,
     INTEGERS,
+    NARROW_PART,
     PACKED,
     SCALED,
     SCALES,
@@ -33,6 +34,7 @@ from quant.checkpoint.stored_tensors import StoredTensor
 from quant.checkpoint.tensor_files import SafetensorsFiles
 from quant.common.errors import CheckpointError
 from quant.devices import ranges, row_blocks
+from quant.narrow import decode_scales
 
 Rows = slice | list[int]
 
@@ -132,6 +134,18 @@ def _linear(coded: CodedWeight) -> tuple[int, int, StoredLinear]:
 def _gptq(part: _Part, coded: CodedWeight, config: StoredConfig, kept: Rows) -> GroupCodes:
     rows, columns, linear = _linear(coded)
     words = _needed(part, "qweight")[:, kept].t()
+    narrow = part(NARROW_PART)
+    if narrow is not None:
+        scale, low = (each.bfloat16() for each in decode_scales(narrow[kept]))
+        return GroupCodes(
+            codes=_unpacked(words, linear.bits, columns),
+            scale=scale,
+            zero=torch.full(scale.shape, 1 << (linear.bits - 1), dtype=torch.uint8),
+            group_of_column=_group_of_column(None, columns, linear),
+            bits=linear.bits,
+            low=low,
+            narrow=True,
+        )
     scales = _needed(part, "scales")
     zeros = _gptq_zeros(_needed(part, "qzeros"), linear.bits, rows, config.zero_offset)
     return GroupCodes(

@@ -24,6 +24,9 @@ WHOLE_ROW = -1
 
 GPTQ_METHOD, AWQ, FP8, COMPRESSED = "gptq", "awq", "fp8", "compressed-tensors"
 BITSANDBYTES, MODELOPT, TORCHAO = "bitsandbytes", "modelopt", "torchao"
+NARROW_LAYOUT = "llmpq"
+"""The format of GPTQ whose scales and zeros have a byte each (`quant.narrow`)."""
+
 GGUF = "GGUF"
 """What the method of a GGUF file begins with, before the type of most of its blocks."""
 

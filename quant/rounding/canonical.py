@@ -7,7 +7,7 @@
 
 Scale and zero of rounded 3 and 4 bit are bfloat16, the only type that torch's int4pack kernel takes
 with bfloat16 activations; it neither overflows nor underflows where a weight does not. Of groups of
-32 they are such that a byte each can hold them (`quant.rounding.narrow`).
+32 they are such that a byte each can hold them (`quant.narrow`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from quant.common.errors import CheckpointError, SpecError
 from quant.devices import moved_blocks, row_blocks
-from quant.rounding.narrow import range_factor
+from quant.narrow import range_factor
 from quant.rounding.ways import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
 from quant.rounding.weighted import column_importance, fit, is_compiled
 from quant.scheme import NARROW_GROUP, ROWS, Cut, part_group, rounded_group
@@ -34,7 +34,7 @@ _LOWEST_BITS = 0x01010101
 class CanonicalWeight:
     """A weight `[out, in]`: `codes` uint8 (3 and 4 bit) or int8 `[out, in]`; `scale` and `zero`
     `[out, groups]` bfloat16 or, from a GPTQ checkpoint, float16 and float32; at 8 bit `scale` is
-    float32 `[out, 1]` and `zero` None. `group` divides `in`. `narrow`: `quant.rounding.narrow` can
+    float32 `[out, 1]` and `zero` None. `group` divides `in`. `narrow`: `quant.narrow` can
     hold scale and zero.
     """
 

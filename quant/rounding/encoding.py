@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quant.checkpoint.codes import GroupCodes, pack_words
 from quant.checkpoint.decoding import AWQ_ORDER
+from quant.checkpoint.formats.tensors import NARROW_PART
 from quant.checkpoint.formats.writing import ANY_EXPERT, METHODS, WrittenLayout, fills_words
 from quant.checkpoint.model_folder import write_index
 from quant.checkpoint.reader import Checkpoint
@@ -32,6 +33,7 @@ from quant.checkpoint.stored_config import (
 from quant.checkpoint.stored_tensors import INDEX_FILE, other_parts, text_name
 from quant.checkpoint.text_part import text_entries
 from quant.devices import row_blocks
+from quant.narrow import encode
 
 
 class Writer:
@@ -125,6 +127,10 @@ def gptq_tensors(weight: GroupCodes, zero_offset: int) -> dict[str, Tensor]:
     `zero_offset` is as in `StoredConfig`.
     """
     assert not zero_offset or bool(weight.zero.all()), "format gptq cannot hold a zero of 0"
+    if weight.narrow:
+        assert weight.low is not None, "a zero between codes"
+        words = _packed_rows(weight).t().contiguous()
+        return {"qweight": words, NARROW_PART: encode(weight.scale, weight.low)}
     return {
         "qweight": _packed_rows(weight).t().contiguous(),
         "qzeros": pack_words(weight.zero.t() - zero_offset, weight.bits),

@@ -64,6 +64,7 @@ def to_canonical(weight: GroupCodes) -> StoredWeight:
         zero=zero.repeat_interleave(repeats, dim=1),
         bits=weight.bits,
         group=columns // groups // repeats,
+        narrow=weight.narrow,
     )
     return StoredWeight(canonical, None if in_order else order.int())
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from quant.common.errors import CheckpointError, SpecError
+from quant.narrow import nearest_narrow
 from quant.rounding.importance import InputStatistics
-from quant.rounding.narrow import nearest_narrow
 from quant.scheme import ROUNDINGS
 
 _INT8_LIMIT = 127

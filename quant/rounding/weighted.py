@@ -14,7 +14,7 @@ rounding as it is stored, so that no group is worse than there.
 What a group can store is its `Grid`:
 
 - `narrow`: scale and zero in a byte each, under a power of two of the row
-  (`quant.rounding.narrow`), the zero being the value of code 2^(bits-1);
+  (`quant.narrow`), the zero being the value of code 2^(bits-1);
 - `free`: both in bfloat16, where groups are whole rows;
 - `integer`: the zero is a code, so that it stands for the weight 0 exactly (GPTQ's format);
 - `middle`: that code is 2^(bits-1), as some kernels require.
@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from quant.common.errors import SpecError
+from quant.narrow import narrowed, nearest_narrow
 from quant.numba_loops import has_numba, torch_threads
 from quant.rounding.importance import InputStatistics
-from quant.rounding.narrow import narrowed, nearest_narrow
 from quant.rounding.ways import affine_parameters, round_up_to_bfloat16
 from quant.rounding.weighted_loop import FAR, LEAST_RANGE, SINGULAR, group_fit
 

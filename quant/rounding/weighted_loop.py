@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from quant.narrow import MIDDLE_ZERO, MOST, RANGE_SLACK, ZERO_STEPS
 from quant.numba_loops import compiled_loop, widening
-from quant.rounding.narrow import MIDDLE_ZERO, MOST, RANGE_SLACK, ZERO_STEPS
 
 LEAST_RANGE = 1e-30
 """The least range of a group that is fitted; squares of narrower ones are beyond float32."""

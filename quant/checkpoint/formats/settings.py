@@ -28,6 +28,7 @@ from quant.checkpoint.stored_config import (
     GPTQ_METHOD,
     MODELOPT,
     MOST_PATTERNS,
+    NARROW_LAYOUT,
     STORED_BITS,
     TORCHAO,
     WHOLE_ROW,
@@ -38,7 +39,7 @@ from quant.checkpoint.stored_config import (
 from quant.common.errors import SpecError
 from quant.scheme import FULL_BITS
 
-_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0, NARROW_LAYOUT: 0}
 """Formats of GPTQ, with what has to be added to their zeros: the first one stores them less one."""
 
 

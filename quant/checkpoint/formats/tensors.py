@@ -4,6 +4,7 @@ no torch.
 | form | tensors | stored as |
 |---|---|---|
 | GPTQ | `qweight` `[in * bits / 32, out]`, `qzeros` `[groups, out * bits / 32]`, `scales`, `g_idx` | codes |
+| GPTQ, narrow | `qweight`, `narrow` uint8 `[out, 1 + groups, 2]` | codes |
 | AWQ | `qweight` `[in, out / 8]`, `qzeros` `[groups, out / 8]`, `scales` `[groups, out]` | codes |
 | PACKED | `weight_packed` `[out, in * bits / 32]`, `weight_scale` `[out, groups]`, `weight_zero_point` | codes |
 | FP4 | `weight_packed` or `weight` uint8 `[out, in / 2]`, `weight_scale`, of NVFP4 one scale for all | numbers |
@@ -37,7 +38,7 @@ from quant.checkpoint.stored_config import (
 from quant.checkpoint.stored_tensors import StoredTensor, stored_bytes
 from quant.common.errors import CheckpointError
 from quant.common.json_text import loads
-from quant.scheme import FULL_BITS
+from quant.scheme import FULL_BITS, NARROW_GROUP
 
 GPTQ_FORM, AWQ_FORM, PACKED, FP4 = "gptq", "awq", "packed", "fp4"
 INTEGERS, SCALED, SIGNED4, TABLE = "integers", "scaled", "signed4", "table"
@@ -53,6 +54,9 @@ INT8_SCALES = "SCB"
 
 STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 """JSON, as bytes, that says how a weight was cut into blocks."""
+
+NARROW_PART = "narrow"
+"""Scales and zeros as `quant.narrow` holds them."""
 
 TORCHAO_PARTS = {
     "weight": "_weight_qdata",
@@ -123,6 +127,8 @@ _Described = tuple[tuple[int, int], StoredLinear | None]
 
 def _gptq(parts: Parts) -> _Described:
     words, rows = parts.shape("qweight", 2, "I32")
+    if parts.has(NARROW_PART):
+        return _narrow(parts, words, rows)
     groups, zero_words = parts.shape("qzeros", 2, "I32")
     columns = parts.shape("g_idx", 1, "I32", "I64")[0] if parts.has("g_idx") else None
     by_zeros = bits_of_words(zero_words, rows)
@@ -135,6 +141,16 @@ def _gptq(parts: Parts) -> _Described:
     parts.check("scales", (groups, rows), *FLOATS)
     parts.check("qzeros", (groups, -(-rows * bits // WORD_BITS)), "I32")
     return (rows, columns), StoredLinear(bits, -(-columns // groups))
+
+
+def _narrow(parts: Parts, words: int, rows: int) -> _Described:
+    _, entries, _ = parts.shape(NARROW_PART, 3, "U8")
+    columns = (entries - 1) * NARROW_GROUP
+    parts.check(NARROW_PART, (rows, entries, 2), "U8")
+    bits = bits_of_words(words, columns)
+    if bits is None:
+        parts.refuse("qweight", f"{columns} codes fill other words")
+    return (rows, columns), StoredLinear(bits, NARROW_GROUP)
 
 
 def _awq(parts: Parts) -> _Described:

@@ -16,6 +16,7 @@ from quant.checkpoint.stored_config import (
     AWQ,
     COMPRESSED,
     GPTQ_METHOD,
+    NARROW_LAYOUT,
     STORED_BITS,
     WHOLE_ROW,
     WORD_BITS,
@@ -86,6 +87,11 @@ class WrittenLayout:
         largest = max(one * other for one, other in linears.values())
         return FULL_BITS if rows * columns * _SMALL < largest else bits
 
+    def group_of(self, index: int, name: str) -> int:
+        columns = self.linears[index][name][1]
+        group = self.options.group(columns, self.bits_of(index, name))
+        return group if group in GROUP_SIZES else WHOLE_ROW
+
     @cached_property
     def one_group(self) -> int:
         """The most columns that share a scale in every linear."""
@@ -130,12 +136,13 @@ def _gptq(layout: WrittenLayout, plain: Plain) -> dict[str, Any]:
     """
     bits = Counter(layout.bits_of(index, name) for index, name, _ in layout.every())
     del bits[FULL_BITS]
-    groups = Counter(_group(columns) for *_, (_, columns) in layout.every())
+    groups = Counter(layout.group_of(index, name) for index, name, _ in layout.every())
     usual_bits, usual_group = (each.most_common(1)[0][0] for each in (bits, groups))
     rules: dict[str, dict[str, int]] = {}
     for index in range(len(layout.bitwidths)):
         rules |= _rules(layout, index, usual_bits, usual_group)
     form = "gptq" if layout.options.symmetric else "gptq_v2"
+    form = NARROW_LAYOUT if layout.options.narrow else form
     return {
         "bits": usual_bits,
         "group_size": usual_group,
@@ -159,7 +166,7 @@ def _rules(
     if {*own_bits.values()} <= {FULL_BITS}:
         return {f"-:{layer}.*": {}}
     for name, bits in own_bits.items():
-        pattern, group = layer + _pattern(name), _group(layout.linears[index][name][1])
+        pattern, group = layer + _pattern(name), layout.group_of(index, name)
         if bits == FULL_BITS:
             rules[f"-:{pattern}"] = {}
         elif group != usual_group or bits != layout.bitwidths[index]:
@@ -174,10 +181,10 @@ def _rules(
 
 def _compressed(layout: WrittenLayout, plain: Plain) -> dict[str, Any]:
     alike: dict[tuple[int, int], list[tuple[int, str]]] = {}
-    for index, name, (_, columns) in layout.every():
+    for index, name, _ in layout.every():
         bits = layout.bits_of(index, name)
         if bits != FULL_BITS:
-            alike.setdefault((bits, _group(columns)), []).append((index, name))
+            alike.setdefault((bits, layout.group_of(index, name)), []).append((index, name))
     form = "pack-quantized"
     groups = {
         f"group_{number}": {
@@ -245,11 +252,6 @@ METHODS: Mapping[str, _Method] = {
     COMPRESSED: _Method(STORED_BITS, False, _compressed),
     AWQ: _Method((4,), True, _awq),
 }
-
-
-def _group(columns: int) -> int:
-    group = group_size(columns)
-    return group if group in GROUP_SIZES else WHOLE_ROW
 
 
 def _pattern(name: str) -> str:

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("short_measurement")
 PLAIN_CPU = Processor(instruction_sets=frozenset())
 """Without kernels that round activations."""
 
+PLAIN, SYMMETRIC, NARROW = GptqOptions(), GptqOptions(symmetric=True), GptqOptions(narrow=True)
 IN_FLOAT32 = Compute(torch.device("cpu"), torch.float32, PLAIN_CPU)
 BITS = (3, 16, 4, 8, 4)
 _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 128}
@@ -67,9 +68,9 @@ def tokens(sequences: int = 6, length: int = 40) -> Tensor:
 
 
 def make(
-    source: Path, target: Path, bits: tuple[int, ...] = BITS, symmetric: bool = False
+    source: Path, target: Path, bits: tuple[int, ...] = BITS, options: GptqOptions = PLAIN
 ) -> Checkpoint:
-    wanted = Quantization(bits, tokens(), IN_FLOAT32, GptqOptions(symmetric=symmetric))
+    wanted = Quantization(bits, tokens(), IN_FLOAT32, options)
     quantize_checkpoint(source, target, wanted)
     return Checkpoint(target)
 
@@ -115,18 +116,24 @@ def stored_bits(made: Checkpoint, layers_name: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "symmetric"),
+    ("family", "options"),
     [
-        *((family, False) for family in CONFIGS),
-        ("llama", True),
-        *(pytest.param(name, True, marks=pytest.mark.rare) for name in CONFIGS if name != "llama"),
+        *((family, PLAIN) for family in CONFIGS),
+        *(("llama", options) for options in (SYMMETRIC, NARROW)),
+        *(
+            pytest.param(name, options, marks=pytest.mark.rare)
+            for name in CONFIGS
+            for options in (SYMMETRIC, NARROW)
+            if name != "llama"
+        ),
     ],
+    ids=str,
 )
 def test_stages_compute_what_the_checkpoint_stands_for(
-    family: str, symmetric: bool, tmp_path: Path
+    family: str, options: GptqOptions, tmp_path: Path
 ) -> None:
     model = save_tiny(tmp_path / "model", CONFIGS[family])
-    made = make(tmp_path / "model", tmp_path / "made", symmetric=symmetric)
+    made = make(tmp_path / "model", tmp_path / "made", options=options)
     layers_name = LayerStream(tmp_path / "model", IN_FLOAT32).layers_name
     assert stored_bits(made, layers_name) == list(BITS)
     patch(model, made, BITS)
@@ -169,7 +176,7 @@ def test_calibrated_weights_move_outputs_less_than_rounded_ones(tmp_path: Path) 
     """Over the whole model, on text that it was not calibrated on."""
     save_tiny(tmp_path / "model", CONFIGS["llama"])
     bits = (3,) * 5
-    make(tmp_path / "model", tmp_path / "made", bits)
+    make(tmp_path / "model", tmp_path / "made", bits, NARROW)
     other = torch.randint(3, VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(9))
 
     def last_hidden(folder: Path, scheme: LayerScheme) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from quant.checkpoint.codes import GroupCodes
 from quant.checkpoint.reader import Checkpoint
@@ -16,7 +16,8 @@ from quant.common.errors import CheckpointError
 from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.loader import linear_as_stored
 from quant.rounding.encoding import gptq_tensors
-from quant.scheme import COLUMNS, ROWS, Cut, Processor
+from quant.rounding.gptq import gptq
+from quant.scheme import COLUMNS, ROWS, Cut, GptqOptions, Processor
 
 MODULE = "model.layers.0.mlp.down_proj"
 SHAPE = (32, 256)
@@ -46,6 +47,20 @@ def saved(folder: Path, bits: int, act_order: bool = False) -> Checkpoint:
     return Checkpoint(folder)
 
 
+def saved_narrow(folder: Path, bits: int) -> Checkpoint:
+    """The same of narrow groups."""
+    weight = 0.1 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(bits))
+    weight *= torch.logspace(-2, 2, 32)[:, None]
+    made = gptq(weight, torch.eye(256), bits, GptqOptions(narrow=True))
+    tensors = gptq_tensors(made, zero_offset=0)
+    assert tensors["narrow"].shape == (32, 1 + 256 // 32, 2)
+    save_file({f"{MODULE}.{part}": each for part, each in tensors.items()}, folder / SINGLE_FILE)
+    entries = {"quant_method": "gptq", "bits": bits, "group_size": 32, "format": "llmpq"}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": entries}))
+    assert torch.equal(Checkpoint(folder).read(f"{MODULE}.weight"), made.dequantize())
+    return Checkpoint(folder)
+
+
 def form(bits: int) -> LayerForm:
     processor = Processor(instruction_sets=frozenset())
     return LayerForm(bits, processor, torch.float32, torch.device("cpu"))
@@ -64,6 +79,30 @@ def test_a_part_has_the_weights_of_the_whole(bits: int, cut: Cut, tmp_path: Path
     checkpoint = saved(tmp_path, bits)
     whole = weight_of(checkpoint, bits)
     assert torch.equal(weight_of(checkpoint, bits, cut), whole[cut.index])
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("cut", [*CUTS, Cut(COLUMNS, 80, 208, 256)], ids=str)
+def test_a_part_has_the_narrow_groups_of_the_whole(bits: int, cut: Cut, tmp_path: Path) -> None:
+    checkpoint = saved_narrow(tmp_path, bits)
+    whole = weight_of(checkpoint, bits)
+    assert torch.equal(whole, checkpoint.read(f"{MODULE}.weight"))
+    assert torch.equal(weight_of(checkpoint, bits, cut), whole[cut.index])
+
+
+def test_narrow_groups_are_held_in_a_byte_each(tmp_path: Path) -> None:
+    linear = linear_as_stored(saved_narrow(tmp_path, 4), MODULE, SHAPE, form(4))
+    assert linear.packed.nbytes == 32 * (256 // 2 + 2 * (1 + 256 // 32))
+
+
+@pytest.mark.parametrize("shape", [(32, 8, 2), (32, 9, 1), (31, 9, 2)])
+def test_narrow_groups_of_other_shapes_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    saved_narrow(tmp_path, 4)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    tensors[f"{MODULE}.narrow"] = torch.ones(shape, dtype=torch.uint8)
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=r"down_proj\.(narrow|qweight) is .* but"):
+        weight_of(Checkpoint(tmp_path), 4)
 
 
 @pytest.mark.parametrize("cut", CUTS[:2], ids=str)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quant.common.errors import SpecError
+from quant.narrow import range_factor
 from quant.numba_loops import has_numba
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.importance import InputStatistics
-from quant.rounding.narrow import range_factor
 from quant.rounding.ways import Rounding
 from quant.rounding.weighted import GRIDS, Grid, column_importance, fit
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quant.narrow import decode_scales, encode
 from quant.rounding.canonical import quantize
-from quant.rounding.narrow import decode_scales, encode
 from quant.rounding.ways import Rounding
 from quant.scheme import ROUNDINGS
 
