@@ -192,7 +192,7 @@ def _run_job(
 def _tell_files(options: RunCommand, chosen: RunOptions) -> None:
     shown = command_line("llmpq", "jobs", "show", options.output)
     tell_written(options.output, f"its figures: {shown}", stderr=True)
-    if chosen.trace_path is not None:
+    if chosen.trace_path is not None and chosen.trace_path.exists():  # no row ran otherwise
         tell_written(chosen.trace_path, "open it in https://ui.perfetto.dev", stderr=True)
 
 
