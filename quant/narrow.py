@@ -24,6 +24,9 @@ MOST = 255
 RANGE_SLACK = 0.25
 """Steps by which codes reach further than the weights, as the zero is rounded after the scale."""
 
+_AT_ONCE = 1 << 14
+"""Groups that are encoded at once, which takes some numbers of 32 bits for each."""
+
 _MANTISSA_BITS = 23
 _EXPONENT_OF_1 = 127
 _EXPONENT_OF_128 = 7
@@ -77,15 +80,19 @@ def encode(scale: Tensor, zero: Tensor) -> Tensor:
     """Bytes of scales and zeros that can be stored, `[rows, groups]`: uint8 `[rows, 1 + groups,
     2]`, first the row's exponent and a 0, then s and z of each group.
     """
-    scale, zero = scale.float(), zero.float()
-    largest = scale.amax(1, keepdim=True)
-    exponent = (largest.view(torch.int32) >> _MANTISSA_BITS) - _EXPONENT_OF_128
-    exponent.clamp_(min=_LEAST_EXPONENT)
-    out = torch.zeros(len(scale), 1 + scale.shape[1], 2, dtype=torch.uint8, device=scale.device)
-    out[:, :1, 0] = exponent
-    out[:, 1:, 0] = scale / _power(exponent)
-    steps = zero / scale * ZERO_STEPS
-    out[:, 1:, 1] = steps.abs().ceil() * steps.sign() + MIDDLE_ZERO  # cut off, it became smaller
+    rows, groups = scale.shape
+    out = torch.zeros(rows, 1 + groups, 2, dtype=torch.uint8, device=scale.device)
+    for first in range(0, rows, max(1, _AT_ONCE // groups)):
+        own = slice(first, first + max(1, _AT_ONCE // groups))
+        scales, zeros = scale[own].float(), zero[own].float()
+        largest = scales.amax(1, keepdim=True)
+        exponent = (largest.view(torch.int32) >> _MANTISSA_BITS) - _EXPONENT_OF_128
+        exponent.clamp_(min=_LEAST_EXPONENT)
+        out[own, :1, 0] = exponent
+        out[own, 1:, 0] = scales / _power(exponent)
+        steps = zeros / scales * ZERO_STEPS
+        steps = steps.abs().ceil() * steps.sign()  # cut off, it became smaller
+        out[own, 1:, 1] = steps + MIDDLE_ZERO
     return out
 
 

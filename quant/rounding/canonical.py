@@ -26,6 +26,9 @@ from quant.scheme import NARROW_GROUP, ROWS, Cut, part_group, rounded_group
 
 CANONICAL_BITS = (3, 4, 8)
 
+_RANGED_WEIGHTS = 1 << 16
+"""Weights whose ranges are taken at once: the copy in float32 that this needs stays in a cache."""
+
 _LOWEST_BITS = 0x01010101
 """The lowest bit of each byte of a 32-bit word."""
 
@@ -171,8 +174,11 @@ class _Way:
         """Powers of two of whole rows; None where groups have numbers of bfloat16."""
         if not self.narrow:
             return None
-        grouped = rows.to(device=self.device, dtype=torch.float32).unflatten(1, (-1, self.group))
-        return range_factor(grouped.amin(-1), grouped.amax(-1), self.bits)
+        factors = []
+        for few in rows.split(max(1, _RANGED_WEIGHTS // rows.shape[1])):
+            grouped = few.to(device=self.device, dtype=torch.float32).unflatten(1, (-1, self.group))
+            factors.append(range_factor(grouped.amin(-1), grouped.amax(-1), self.bits))
+        return torch.cat(factors)
 
 
 def _quantized(

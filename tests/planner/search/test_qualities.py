@@ -161,7 +161,7 @@ def test_layers_have_no_fewer_bits_than_memory_forces(
     assert least_bits(plan) >= least
     assert {each.quality for each in plan.beside.qualities} == {"high", "balanced", "fast"}
     assert plan.quality is not None
-    assert (plan.quality.perplexity_ratio < 1.01) == (least == NEAR_FULL_BITS)
+    assert (plan.quality.perplexity_ratio < 1.005) == (least == NEAR_FULL_BITS)
 
 
 @pytest.mark.parametrize("options", [{"quality": "fast"}, {"theta": 0.0}, {"bits": (3, 4)}])
