@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 BITWIDTHS = 3, 4, 8, 16
-RUNTIME_BYTES = 24 << 20
-"""Python objects, loops that numba has compiled and the allocator's slack, above what imports and a warm-up already hold."""
+RUNTIME_BYTES = 20 << 20
+"""Python objects, loops that numba has compiled and the allocator's slack, above what imports and a
+warm-up already hold."""
 
 LOADING = """
 import pathlib, sys
