@@ -52,7 +52,7 @@ def parse_yaml(text: str, label: str) -> tuple[object, yaml.Node | None]:
     if len(text) > MOST_BYTES:
         raise SpecError(f"{label} has {len(text)} characters; a cluster takes at most {MOST_BYTES}")
     try:
-        document = yaml.compose(text, Loader=_Loader)
+        document: yaml.Node | None = _Loader(text).get_single_node()
         _check_nodes(document, label)
         values = document and yaml.SafeLoader("").construct_document(document)
         return values, document

@@ -111,15 +111,15 @@ SPOILED: dict[str, tuple[str, dict[str, Any] | str, tuple[str, ...]]] = {
     "a padding token that no embedding has": (
         CONFIG, {"pad_token_id": 2048}, (CONFIG, "pad_token_id is 2048")),
     "an unknown type": (CONFIG, {"dtype": "float17"}, (CONFIG, "dtype is 'float17'")),
-    "a deep configuration": (CONFIG, deep('{"a":', "1", "}"), (CONFIG, "deeper than 64")),
+    "a deep configuration": (CONFIG, deep('{"a":', "1", "}"), (CONFIG, "64 levels at most")),
     "another end token beyond the vocabulary": (
         GENERATION, {"eos_token_id": 2048}, (GENERATION, "eos_token_id is 2048", "2047")),
     "a truth as end token": (
         GENERATION, {"eos_token_id": True}, (GENERATION, "eos_token_id is True")),
     "a deep generation configuration": (
-        GENERATION, deep("[", "", "]"), (GENERATION, "deeper than 64")),
+        GENERATION, deep("[", "", "]"), (GENERATION, "64 levels at most")),
     "a less deep one": (GENERATION, {"a": json.loads("[" * 70 + "]" * 70)},
-                        (GENERATION, "deeper than 64")),
+                        (GENERATION, "64 levels at most")),
 }  # fmt: skip
 
 
