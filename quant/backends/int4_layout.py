@@ -264,25 +264,32 @@ def _decoding(parallel: bool) -> Any:
     up, odd, half, mask, four = *map(np.uint32, (0x7FFF, 1, 16)), np.uint8(15), np.uint8(4)
     upper, middle = np.uint32(0xFFFF0000), np.float32(_MIDDLE)
 
+    def restore(both: Any, steps: Any, zeros: Any) -> None:
+        for row in range(BLOCK_ROWS):
+            step = np.uint32(both[row] << half).view(np.float32)
+            zero = np.uint32(both[row] & upper).view(np.float32)
+            steps[row], zeros[row] = step, zero - middle * step
+
+    def decode_column(own: Any, steps: Any, zeros: Any, out: Any) -> None:
+        for row in range(HALF_ROWS):  # a byte: rows r and r + 32 of a block
+            other, byte = row + HALF_ROWS, own[row]
+            one = np.float32(np.int32(byte & mask)) * steps[row] + zeros[row]
+            two = np.float32(np.int32(byte >> four)) * steps[other] + zeros[other]
+            low, high = np.float32(one).view(np.uint32), np.float32(two).view(np.uint32)
+            out[row] = np.uint16((low + up + ((low >> half) & odd)) >> half)
+            out[other] = np.uint16((high + up + ((high >> half) & odd)) >> half)
+
+    prepare = compiled_loop(restore, parallel=False, exact=True)
+    fill = compiled_loop(decode_column, parallel=False, exact=True)
+
     def decode(pairs: Any, words: Any, group: int, weight: Any) -> None:
         for block in numba.prange(len(pairs)):
             top = BLOCK_ROWS * block
             steps, zeros = np.empty(BLOCK_ROWS, np.float32), np.empty(BLOCK_ROWS, np.float32)
-            for column in range(len(weight)):
-                own, out = pairs[block, column], weight[column, top : top + BLOCK_ROWS]
-                if column % group == 0:
-                    both = words[column // group, top : top + BLOCK_ROWS]
-                    for row in range(BLOCK_ROWS):
-                        step = np.uint32(both[row] << half).view(np.float32)
-                        zero = np.uint32(both[row] & upper).view(np.float32)
-                        steps[row], zeros[row] = step, zero - middle * step
-                for row in range(HALF_ROWS):  # a byte: rows r and r + 32 of a block
-                    other, byte = row + HALF_ROWS, own[row]
-                    one = np.float32(np.int32(byte & mask)) * steps[row] + zeros[row]
-                    two = np.float32(np.int32(byte >> four)) * steps[other] + zeros[other]
-                    low, high = np.float32(one).view(np.uint32), np.float32(two).view(np.uint32)
-                    out[row] = np.uint16((low + up + ((low >> half) & odd)) >> half)
-                    out[other] = np.uint16((high + up + ((high >> half) & odd)) >> half)
+            for place in range(len(words)):
+                prepare(words[place, top : top + BLOCK_ROWS], steps, zeros)
+                for column in range(place * group, min((place + 1) * group, len(weight))):
+                    fill(pairs[block, column], steps, zeros, weight[column, top : top + BLOCK_ROWS])
 
     return compiled_loop(decode, parallel, exact=True)
 
