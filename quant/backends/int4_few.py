@@ -101,86 +101,125 @@ def _run_added(tokens: int, run: int, half: int, codes_of: _Codes) -> Any:
     `column` on, whose codes lie from `row` of `pairs` on, or in parts `apart` from there, and with
     the scales of rows from `top` on. It is written out in vectors: numba would keep sums in memory.
     """
-    from llvmlite import ir
     from numba.core import cgutils, types
     from numba.extending import intrinsic
 
-    helpers: Any = cgutils  # without annotations
     kinds: Any = types
-    long, number, lanes = ir.IntType(64), ir.IntType(32), ir.VectorType(ir.FloatType(), 16)
-    whole = ir.VectorType(number, 16)
-    any_order = ("contract", "reassoc", "nsz")
-
-    def all_of(kind: Any, value: float) -> Any:
-        return ir.Constant(kind, [value] * 16)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def place(index: int, *at: Any) -> Any:
-            kind = signature.args[index]
-            held = context.make_array(kind)(context, builder, arguments[index])
-            return helpers.get_item_pointer(context, builder, kind, held, at, wraparound=False)
-
-        def vector(kind: Any, *at: Any) -> Any:
-            return builder.bitcast(place(*at), kind.as_pointer())
-
-        def spread(pointer: Any) -> Any:
-            one = builder.insert_element(lanes(ir.Undefined), builder.load(pointer), number(0))
-            return builder.shuffle_vector(one, one, all_of(whole, 0))
-
-        def floats(codes: Any, rows: int) -> Any:
-            own = builder.shuffle_vector(codes, codes, whole(list(range(rows, rows + 16))))
-            return builder.sitofp(builder.zext(own, whole), lanes)
-
-        def plus(total: Any, one: Any, other: Any) -> Any:
-            return builder.fadd(total, builder.fmul(one, other, flags=any_order), flags=any_order)
-
-        row, apart, column, top = helpers.unpack_tuple(builder, arguments[5], 4)
-        asked = [place(0, long(token), column) for token in range(tokens)]
-        begins = [builder.add(row, builder.mul(apart, long(part))) for part in range(_QUARTERS - 1)]
-        columns = ir.VectorType(ir.IntType(8), _BYTES)
-        held = [vector(columns, 2, first, long(0)) for first in begins]
-        sums = [[all_of(lanes, 0.0)] * 4 for _ in range(tokens)]
-        for at in range(run):
-
-            def load(part: int, at: int = at) -> Any:
-                return builder.load(builder.gep(held[part], [number(at)]), align=1)
-
-            codes = codes_of(builder, load)
-            weights = [floats(each, rows) for each in codes for rows in (0, 16)]
-            for token in range(tokens):
-                value = spread(builder.gep(asked[token], [number(at)]))
-                sums[token] = [
-                    plus(*each, value) for each in zip(sums[token], weights, strict=True)
-                ]
-
-        group = builder.add(builder.udiv(column, long(NARROW_GROUP)), long(1))
-        of_run = [
-            spread(place(1, long(token), builder.udiv(column, long(run))))
-            for token in range(tokens)
-        ]
-        for i in range(4):
-            rows = builder.add(top, long(16 * i))
-            narrow = vector(ir.VectorType(ir.IntType(16), 16), 3, group, rows)
-            both = builder.zext(builder.load(narrow, align=2), whole)
-            scale = builder.sitofp(builder.and_(both, all_of(whole, 255)), lanes)
-            steps = builder.sitofp(builder.lshr(both, all_of(whole, 8)), lanes)
-            steps = builder.fmul(steps, all_of(lanes, 1 / ZERO_STEPS))
-            steps = builder.fsub(steps, all_of(lanes, MIDDLE_ZERO / ZERO_STEPS))
-            zero = builder.bitcast(builder.fmul(steps, scale), whole)
-            zero = builder.bitcast(builder.and_(zero, all_of(whole, 0xFFFF0000)), lanes)
-            zero = plus(zero, scale, all_of(lanes, -float(half)))
-            for token in range(tokens):
-                out = vector(lanes, 4, long(token), long(16 * i))
-                added = plus(builder.load(out, align=4), scale, sums[token][i])
-                builder.store(plus(added, zero, of_run[token]), out, align=4)
+        vectors = _Vectors(context, builder, signature.args, arguments)
+        place = unpack_tuple(builder, arguments[5], 4)
+        vectors.add_groups(place, run, half, vectors.sums(place, tokens, run, codes_of))
         return context.get_dummy_value()
 
+    unpack_tuple: Any = cgutils.unpack_tuple  # without annotations
     return intrinsic(
         lambda context, x, of_runs, pairs, scales, total, at: (
             kinds.void(x, of_runs, pairs, scales, total, kinds.UniTuple(kinds.int64, 4)),
             code,
         )
     )
+
+
+class _Vectors:
+    """Instructions with vectors of 16 numbers, for the arguments of `_run_added`'s function."""
+
+    def __init__(self, context: Any, builder: Any, kinds: Any, arguments: Any) -> None:
+        from llvmlite import ir
+
+        self._context, self._builder = context, builder
+        self._kinds, self._arguments = kinds, arguments
+        self._byte, self._short = ir.IntType(8), ir.IntType(16)
+        self._number, self._long = ir.IntType(32), ir.IntType(64)
+        self._vector, self._constant = ir.VectorType, ir.Constant
+        self._lanes, self._whole = (
+            ir.VectorType(ir.FloatType(), 16),
+            ir.VectorType(self._number, 16),
+        )
+
+    def sums(self, place: Any, tokens: int, run: int, codes_of: _Codes) -> list[list[Any]]:
+        """Sums of products of each token with the codes of four times 16 rows."""
+        builder, (row, apart, column, _) = self._builder, place
+        asked = [self._place(0, self._long(token), column) for token in range(tokens)]
+        begins = [
+            builder.add(row, builder.mul(apart, self._long(part))) for part in range(_QUARTERS - 1)
+        ]
+        columns = self._vector(self._byte, _BYTES)
+        held = [self._pointer(columns, 2, first, self._long(0)) for first in begins]
+        sums = [[self._all_of(self._lanes, 0.0)] * 4 for _ in range(tokens)]
+        for at in range(run):
+
+            def load(part: int, at: int = at) -> Any:
+                return builder.load(builder.gep(held[part], [self._number(at)]), align=1)
+
+            codes = codes_of(builder, load)
+            weights = [self._floats(each, rows) for each in codes for rows in (0, 16)]
+            for token in range(tokens):
+                value = self._spread(builder.gep(asked[token], [self._number(at)]))
+                pairs = zip(sums[token], weights, strict=True)
+                sums[token] = [self._plus(*each, value) for each in pairs]
+        return sums
+
+    def add_groups(self, place: Any, run: int, half: int, sums: list[list[Any]]) -> None:
+        """Add to the total what `sums` are under scale and zero of their rows."""
+        builder, (_, _, column, top) = self._builder, place
+        group = builder.add(builder.udiv(column, self._long(NARROW_GROUP)), self._long(1))
+        of_run = [
+            self._spread(self._place(1, self._long(token), builder.udiv(column, self._long(run))))
+            for token in range(len(sums))
+        ]
+        for i in range(4):
+            first = self._long(16 * i)
+            scale, zero = self._scale_and_zero(group, builder.add(top, first), half)
+            for token, own in enumerate(sums):
+                out = self._pointer(self._lanes, 4, self._long(token), first)
+                added = self._plus(builder.load(out, align=4), scale, own[i])
+                builder.store(self._plus(added, zero, of_run[token]), out, align=4)
+
+    def _scale_and_zero(self, group: Any, rows: Any, half: int) -> tuple[Any, Any]:
+        """Of 16 rows, without their powers of two; the zero is the value of code 0."""
+        builder, lanes, whole = self._builder, self._lanes, self._whole
+        narrow = self._pointer(self._vector(self._short, 16), 3, group, rows)
+        both = builder.zext(builder.load(narrow, align=2), whole)
+        scale = builder.sitofp(builder.and_(both, self._all_of(whole, 255)), lanes)
+        steps = builder.sitofp(builder.lshr(both, self._all_of(whole, 8)), lanes)
+        steps = builder.fmul(steps, self._all_of(lanes, 1 / ZERO_STEPS))
+        steps = builder.fsub(steps, self._all_of(lanes, MIDDLE_ZERO / ZERO_STEPS))
+        zero = builder.bitcast(builder.fmul(steps, scale), whole)
+        zero = builder.bitcast(builder.and_(zero, self._all_of(whole, 0xFFFF0000)), lanes)
+        return scale, self._plus(zero, scale, self._all_of(lanes, -float(half)))
+
+    def _all_of(self, kind: Any, value: float) -> Any:
+        return self._constant(kind, [value] * 16)
+
+    def _place(self, index: int, *at: Any) -> Any:
+        from numba.core import cgutils
+
+        helpers: Any = cgutils  # without annotations
+        kind = self._kinds[index]
+        held = self._context.make_array(kind)(self._context, self._builder, self._arguments[index])
+        return helpers.get_item_pointer(
+            self._context, self._builder, kind, held, at, wraparound=False
+        )
+
+    def _pointer(self, kind: Any, *at: Any) -> Any:
+        return self._builder.bitcast(self._place(*at), kind.as_pointer())
+
+    def _spread(self, pointer: Any) -> Any:
+        """Give the number at `pointer` to all lanes."""
+        builder, undefined = self._builder, self._constant(self._lanes, None)
+        one = builder.insert_element(undefined, builder.load(pointer), self._number(0))
+        return builder.shuffle_vector(one, one, self._all_of(self._whole, 0))
+
+    def _floats(self, codes: Any, rows: int) -> Any:
+        builder, order = self._builder, self._whole(list(range(rows, rows + 16)))
+        own = builder.shuffle_vector(codes, codes, order)
+        return builder.sitofp(builder.zext(own, self._whole), self._lanes)
+
+    def _plus(self, total: Any, one: Any, other: Any) -> Any:
+        flags = ("contract", "reassoc", "nsz")
+        product = self._builder.fmul(one, other, flags=flags)
+        return self._builder.fadd(total, product, flags=flags)
 
 
 def _bytes(builder: Any, operation: str, value: Any, number: int) -> Any:
