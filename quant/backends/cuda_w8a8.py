@@ -1,6 +1,6 @@
 """8 bit on GPUs that multiply 8-bit integers: weights and activations as codes.
 
-What `quant.backends.rotation` describes, in two launches: activations are rotated and rounded, then
+What `quant.rounding.rotation` describes, in two launches: activations are rotated and rounded, then
 multiplied. `RotatedCodes` computes the same on a CPU; codes and scales have the same bits.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from quant.backends.base import CanonicalPacked
 from quant.backends.cuda_driver import THREADS, Kernels, kernels_for
-from quant.backends.rotation import RotatedCodes
 from quant.backends.table import LIBRARY_TOKENS
 from quant.rounding.canonical import CanonicalWeight
+from quant.rounding.rotation import RotatedCodes
 from quant.rounding.ways import DEFAULT, Rounding
 
 SOURCE = Path(__file__).with_name("cuda_w8a8.cu")

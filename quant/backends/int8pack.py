@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from quant.backends.base import CanonicalPacked, content_of, linear_by_blocks, tensor_bytes
-from quant.backends.rotation import MIDDLE, RotatedCodes, round_activations, warm_up_rounding
 from quant.backends.table import INT8PACK_COLUMNS
 from quant.common.errors import SpecError
 from quant.rounding.canonical import CanonicalWeight, decode
+from quant.rounding.rotation import MIDDLE, RotatedCodes, round_activations, warm_up_rounding
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
 
@@ -64,7 +64,7 @@ _ALIKE: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class OneDnnW8A8(CanonicalPacked):
-    """Weights and activations of 8 bit, both rotated first (`quant.backends.rotation`). Activations
+    """Weights and activations of 8 bit, both rotated first (`quant.rounding.rotation`). Activations
     become uint8 around 128 with a scale per token: all tokens then share a zero, which is what
     oneDNN takes, and the scale of a token is multiplied in afterwards.
 

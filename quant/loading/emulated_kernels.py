@@ -15,7 +15,6 @@ from torch.nn import functional
 from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.kernel_rule import KernelRule
-from quant.backends.rotation import RotatedCodes
 from quant.backends.table import rule_for
 from quant.checkpoint.reader import Checkpoint
 from quant.experts import PackExpert, PlainWeight, expert_shapes
@@ -25,6 +24,7 @@ from quant.loading.expert_tensors import FUSED, load_experts
 from quant.loading.layer_load import LayerLoad, expert_inputs
 from quant.loading.loader import load_layer, load_tensors
 from quant.rounding.importance import InputStatistics
+from quant.rounding.rotation import RotatedCodes
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, Cut, LinearShape, Processor
 

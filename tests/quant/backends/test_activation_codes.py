@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 
-from quant.backends import rotation as activation_codes
-from quant.backends.rotation import LANES, LIMIT, MIDDLE, round_activations
+from quant.rounding import rotation as activation_codes
+from quant.rounding.rotation import LANES, LIMIT, MIDDLE, round_activations
 
 pytest.importorskip("numba")
 

@@ -22,13 +22,13 @@ from quant.backends.int8pack import Int8Pack, OneDnnW8A8
 from quant.backends.kernel_classes import BACKENDS, self_test, usable_backend
 from quant.backends.kernel_rule import KernelRule
 from quant.backends.portable import Torch4Bit
-from quant.backends.rotation import LANES, rotate
 from quant.backends.table import KERNEL_RULES
 from quant.common.errors import CheckpointError, DeviceError, SpecError
 from quant.devices import local_processor
 from quant.numba_loops import has_numba
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.importance import InputStatistics
+from quant.rounding.rotation import LANES, rotate
 from quant.rounding.ways import Rounding
 from quant.rounding.weighted import column_importance
 from quant.scheme import LinearShape

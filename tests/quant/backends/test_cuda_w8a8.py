@@ -20,11 +20,11 @@ from quant.backends.cuda_w8a8 import (
     _library_multiplies,
 )
 from quant.backends.kernel_classes import self_test, usable_backend
-from quant.backends.rotation import MIDDLE, RotatedCodes, round_activations
 from quant.backends.table import LIBRARY_TOKENS, rule_for
 from quant.loading.emulated_kernels import represented_product
 from quant.rounding.canonical import quantize
 from quant.rounding.importance import InputStatistics
+from quant.rounding.rotation import MIDDLE, RotatedCodes, round_activations
 from quant.rounding.ways import Rounding
 from quant.scheme import LinearShape, Processor
 from tests.cuda_emulation import CPU, check_machine_code, emulated, needs_compiler, needs_nvrtc

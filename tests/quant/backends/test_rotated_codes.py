@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from quant.backends import rotation
 from quant.backends.int8pack import OneDnnW8A8
-from quant.backends.rotation import RotatedCodes, rotate
 from quant.loading.emulated_kernels import represented_product
+from quant.rounding import rotation
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.importance import InputStatistics
+from quant.rounding.rotation import RotatedCodes, rotate
 from quant.rounding.ways import Rounding
 
 CPU = torch.device("cpu")
