@@ -47,6 +47,7 @@ from llmpq.jobs.same_rows import WORTH_SAYING
 from llmpq.plan import Fleet, Plan, load_plan
 from llmpq.quality.calibration import prompts_of_input, with_calibrated
 from llmpq.remote.ray_jobs import keep_folder_to_driver
+from llmpq.report.formatting import plural
 from llmpq.report.plan_tables import plan_table
 from llmpq.run.checkpoint import check_fleet, job_identity
 from llmpq.run.display import RunProgress, about, summary_table
@@ -227,7 +228,8 @@ def _generate(
         say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
     planned = forecast_s(run.plan, tally.left, tally.max_tokens)
     if planned is not None:
-        say(f"{tally.left} prompts take {about(planned)} by the plan, beside loading")
+        prompts = plural(tally.left, "prompt takes", "prompts take")
+        say(f"{prompts} {about(planned)} by the plan, beside loading")
     progress = RunProgress(console(stderr=True), tally.left, plan=undivided(run.plan))
     _write_all(run, job, progress, fail, seen, recorder)
     first = run.rows.first_error
@@ -242,10 +244,11 @@ def _generate(
             summary_table(run.summary.plan or undivided(run.plan), run.summary)
         )
     errors = job.errors
+    failed = plural(errors, "row has errors", "rows have errors")
     if first is not None:
-        say(f"{errors} rows have errors, the first {first.custom_id!r:.80}: {first.error}")
+        say(f"{failed}, the first {first.custom_id!r:.80}: {first.error}")
     elif errors:
-        say(f"{errors} rows have errors; --retry_errors runs them again")
+        say(f"{failed}; --retry_errors runs them again")
     return EXIT_ERROR_ROWS if errors else EXIT_DONE
 
 

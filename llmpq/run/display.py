@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.stage_figures import NOTHING_SHARED, SharedPrompts, StageStats
-from llmpq.report.formatting import per_second, plain, seconds, size
+from llmpq.report.formatting import per_second, plain, plural, seconds, size
 from llmpq.report.layout import Fitting, Notes, broken_name, new_table
 from llmpq.rows.results import Result
 from llmpq.run.meter import RunState
@@ -260,8 +260,9 @@ def _in_all(summary: RunSummary) -> str:
     planned = summary.planned_tokens_per_s
     beside = "" if planned is None else f", planned {per_second(planned)}"
     return (
-        f"{summary.prompts} prompts ({summary.errors} with errors), {summary.generated_tokens} "
-        f"tokens in {summary.seconds:.2f} s: {per_second(summary.tokens_per_s)} tokens/s{beside}"
+        f"{plural(summary.prompts, 'prompt')} ({summary.errors} with errors), "
+        f"{plural(summary.generated_tokens, 'token')} in {summary.seconds:.2f} s: "
+        f"{per_second(summary.tokens_per_s)} tokens/s{beside}"
         f"{rate} (loading {summary.load_s:.1f} s)"
     )
 

@@ -130,7 +130,7 @@ def test_stopped_while_it_runs_then_submitted_again(
 @pytest.mark.parametrize(
     ("rows", "wanted", "words"),
     [
-        ([{"custom_id": "a", "prompt": [5] * 99}], 3, "1 rows have errors"),
+        ([{"custom_id": "a", "prompt": [5] * 99}], 3, "1 row has errors"),
         pytest.param(
             [{"custom_id": "a", "prompt": [5]}] * 2,
             2,

@@ -42,5 +42,5 @@ def test_a_run_fits(width: int) -> None:
         assert together.count(figure) == 8, figure
     words = "(planned 11.00 s, within the bound of 20.00 s), half within"
     assert "".join(words.split()) in together
-    assert "1200 prompts (2 with errors)" in " ".join(captured.get().split())
+    assert "1,200 prompts (2 with errors)" in " ".join(captured.get().split())
     assert "…" not in together
