@@ -48,11 +48,12 @@ check: install
 	MYPY_NUM_WORKERS=2 $(BIN)/mypy
 	$(BIN)/lint-imports
 
-# dist/llmpq-*.whl: all that a machine without this checkout needs.
+# dist/: a wheel, all that a machine without this checkout needs, and an archive of the sources. The same tree gives
+# the same bytes, wherever and whenever.
 wheel: install
-	rm -rf build
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
-	@ls dist
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/twine check --strict dist/*
 
 # Measures on the GPU here, in 35 minutes at most; GPU_ARGS=--dry_run does it on the CPU (docs/gpu.md).
 gpu:

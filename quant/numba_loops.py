@@ -1,4 +1,4 @@
-"""Compiling loops with numba, where it is installed (extra `cpu`)."""
+"""Compiling loops with numba, where it is installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def has_numba() -> bool:
     found = find_spec("numba") is not None
     if not found:
         logging.getLogger(__name__).warning(
-            "computing on this CPU is several times slower without numba: pip install 'llmpq[cpu]'"
+            "computing on this CPU is several times slower without numba: pip install numba"
         )
     return found
 

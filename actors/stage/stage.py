@@ -141,7 +141,7 @@ class Stage:
         if not can_attend(torch.empty(0, dtype=self._cache.held_dtype, device=self.device)):
             raise DeviceError(
                 f"{self.spec.name} cannot be deterministic: that takes a CPU, and attention that "
-                "numba compiles; pip install 'llmpq[cpu]' there, or leave out deterministic"
+                "numba compiles; pip install numba there, or leave out deterministic"
             )
         unequal: list[str] = []
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.remote.words import LOGGER, is_verbose
-from quant.common.errors import HeadLostError, InputError, LlmpqError, StageLostError
+from quant.common.errors import NO_TORCH, HeadLostError, InputError, LlmpqError, StageLostError
 from quant.common.files import names_a_file, write_whole
 from quant.common.text import printable, without_secrets
 
@@ -141,8 +141,10 @@ def _run_told(name: str, command: Callable[[], int]) -> int:
     except BrokenPipeError:
         return EXIT_FAILED
     except Exception as error:  # whatever it is, users get one line
-        sys.stderr.write(f"{name}: {fault_text(error)}\n")
-        return EXIT_FAILED
+        lacks_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        said = f"error: {NO_TORCH}" if lacks_torch else fault_text(error)
+        sys.stderr.write(f"{name}: {said}\n")
+        return EXIT_BAD_INPUT if lacks_torch else EXIT_FAILED
 
 
 FAULT_CHARACTERS = 300

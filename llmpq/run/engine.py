@@ -35,7 +35,7 @@ from planner.adapters import adapter_folders, named_adapters
 from planner.fleet.fleet_spec import Runnable
 from planner.plan.simulate import check_trace_path
 from planner.plan.spec import PlanSpec, all_stages, undivided
-from quant.common.errors import SpecError
+from quant.common.errors import SpecError, need_torch
 
 if TYPE_CHECKING:
     from actors.live_group import LiveGroup
@@ -172,6 +172,7 @@ class RunResources(CheckedModel):
         kept: bool = False,
         at_once: bool = False,
     ) -> None:
+        need_torch()
         if options.trace_path is not None:
             check_trace_path(options.trace_path)
         super().__init__(spec, options, source, job)

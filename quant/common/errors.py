@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from quant.common.text import printable, without_library_advice
@@ -90,6 +91,18 @@ class InputError(LlmpqError):
 
 class DeviceError(LlmpqError):
     """A device that is missing, or offers less than the plan needs."""
+
+
+NO_TORCH = (
+    "torch is not installed, which all but plans needs; `llmpq doctor` says which command installs "
+    "the build for this machine"
+)
+
+
+def need_torch() -> None:
+    """Raise `DeviceError` where torch is not installed."""
+    if find_spec("torch") is None:
+        raise DeviceError(NO_TORCH)
 
 
 class StageLostError(Exception):

@@ -186,7 +186,7 @@ def test_without_numba_one_message_says_so(
         warm_up(torch.float32)
         assert not can_attend(torch.zeros(1))
     assert [record.message for record in caplog.records] == [
-        "computing on this CPU is several times slower without numba: pip install 'llmpq[cpu]'"
+        "computing on this CPU is several times slower without numba: pip install numba"
     ]
     numba_loops.has_numba.cache_clear()
 

@@ -216,5 +216,5 @@ def test_compiled_attention_is_asked_for(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actors.attention.cpu.has_numba", lambda: False)
-    with pytest.raises(DeviceError, match=r"pip install 'llmpq\[cpu\]'"):
+    with pytest.raises(DeviceError, match=r"pip install numba"):
         stages(folders["odd sizes"], (0, LAYERS))
