@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from llmpq.cli.common import EXIT_DONE, console, run_command, say
 from llmpq.cli.parser import Parser, finite_number, made, whole_number
 from planner.option_rules import REQUIRED, argument, flag, option
 from quant.common.errors import InputError
+from quant.common.loopback import MOST_PORT, is_of_this_machine
 
 if TYPE_CHECKING:
     from llmpq.jobs.overview.overview import JobOverview
@@ -35,6 +37,7 @@ PROG = "llmpq jobs"
 _DESCRIPTION = "Tell how jobs are, while they run or later. No job is changed or disturbed."
 _SHOW = "show results.jsonl --html job.html"
 _LIST = "list /shared/outputs"
+_SERVE = "serve /shared/outputs --port 8267"
 _JSON = "print the figures as JSON"
 
 
@@ -49,6 +52,13 @@ def _depth(text: str) -> int:
     value = whole_number(text)
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text} is not within 0 and 100 folders")
+    return value
+
+
+def _port(text: str) -> int:
+    value = whole_number(text)
+    if not 0 <= value <= MOST_PORT:
+        raise argparse.ArgumentTypeError(f"{text} is no port; give 1 to {MOST_PORT}, or 0 for any")
     return value
 
 
@@ -77,11 +87,21 @@ class ListCommand:
     json: bool = flag(_JSON)
 
 
+@dataclass(frozen=True)
+class ServePagesCommand:
+    folder: str = argument("FOLDER", "where to look (default: here)", ".", more={"nargs": "?"})
+    depth: int = option("COUNT", "folders below it to look into", DEPTH, parse=_depth)
+    host: str = option("ADDRESS", "to listen on, by itself for this machine alone", "127.0.0.1")
+    port: int = option("PORT", "to listen on, 0 for a free one", 8267, parse=_port)
+
+
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     parser = jobs_parser(prog)
     given = parser.parse(arguments)
     if given.command == "show":
         return run_command(prog, lambda: _show(made(ShowCommand, given)))
+    if given.command == "serve":
+        return run_command(prog, lambda: _serve(made(ServePagesCommand, given)))
     options = made(ListCommand, given)
     if options.ray is not None and (options.folders or options.depth is not None):
         parser.error("a Ray cluster has no folders; leave out FOLDER and --depth beside --ray")
@@ -89,9 +109,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def jobs_parser(prog: str | None = PROG) -> Parser:
-    parser = Parser(prog, _DESCRIPTION, (f"%(prog)s {_SHOW}", f"%(prog)s {_LIST}"))
+    parser = Parser(
+        prog, _DESCRIPTION, tuple(f"%(prog)s {each}" for each in (_SHOW, _LIST, _SERVE))
+    )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="show|list", title="commands"
+        dest="command", required=True, metavar="show|list|serve", title="commands"
     )
     show = commands.add_parser(
         "show",
@@ -107,6 +129,13 @@ def jobs_parser(prog: str | None = PROG) -> Parser:
         examples=("%(prog)s" + _LIST.removeprefix("list"),),
     )
     listing.declare({"where to look": "folders depth ray", "output": "json"}, ListCommand)
+    serve = commands.add_parser(
+        "serve",
+        help="the jobs in and below a folder as live pages, for a browser of this machine",
+        description="Show the jobs in and below a folder as live pages, which change nothing.",
+        examples=("%(prog)s" + _SERVE.removeprefix("serve"),),
+    )
+    serve.declare({"where to look": "folder depth", "where": "host port"}, ServePagesCommand)
     return parser
 
 
@@ -155,23 +184,20 @@ def _print(job: JobOverview, as_json: bool) -> None:
 def _list(options: ListCommand) -> int:
     if options.ray is not None:
         return _list_ray(options.ray, options.json)
-    from llmpq.jobs.overview.overview import overview_of
-    from llmpq.jobs.overview.places import jobs_in
+    from llmpq.jobs.overview.folder import JobFolder, by_activity
     from llmpq.jobs.overview.words import list_text
 
-    found: dict[Path, JobOverview] = {}
     folders = options.folders or ["."]
     depth = DEPTH if options.depth is None else options.depth
-    for folder in folders:
-        for place in jobs_in(folder, depth):
-            key = place.folder.absolute()
-            if key in found:
-                continue
-            try:
-                found[key] = overview_of(place, look=False)
-            except InputError as error:
-                _say(f"{place.output}: {error}")
-    jobs = sorted(found.values(), key=lambda job: (job.state != "running", -(job.last_at or 0)))
+    found = {
+        seen.place.folder.absolute(): seen
+        for folder in folders
+        for seen in JobFolder(folder, depth).look()
+    }
+    for seen in found.values():
+        if seen.job is None:
+            _say(f"{seen.place.output}: {seen.wrong}")
+    jobs = [seen.job for seen in by_activity(found.values()) if seen.job is not None]
     if options.json:
         sys.stdout.write(json.dumps([job_figures(job) for job in jobs], indent=1) + "\n")
         return EXIT_DONE
@@ -181,6 +207,24 @@ def _list(options: ListCommand) -> int:
     console().print(list_text(jobs))
     if any(job.state == "stopped" for job in jobs):
         _say("stopped jobs go on by the same command; `llmpq jobs show OUTPUT` has it")
+    return EXIT_DONE
+
+
+def _serve(options: ServePagesCommand) -> int:
+    from llmpq.jobs.overview.folder import JobFolder
+    from llmpq.jobs.overview.live import JobServer
+
+    folder = JobFolder(options.folder, options.depth, confined=True)
+    server = JobServer(folder, options.host, options.port)
+    with server:
+        if not is_of_this_machine(options.host):
+            _say(
+                f"--host {options.host} is open to other machines: whoever reaches it sees "
+                "commands, ids and errors of the jobs"
+            )
+        _say(f"jobs in {options.folder} at {server.address}; Ctrl-C ends it")
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
     return EXIT_DONE
 
 

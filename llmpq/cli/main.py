@@ -135,7 +135,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
             "list the models that are built in",
         ),
         "jobs": Subcommand(
-            "jobs:main", "jobs:jobs_parser", "list jobs, and show one while it runs or after"
+            "jobs:main", "jobs:jobs_parser", "list jobs, show one, or all as live pages"
         ),
         "completion": Subcommand(
             "main:completion_main",

@@ -23,8 +23,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmpq.serve.engine import Engine, EngineStatus
-from llmpq.serve.options import ServeOptions, is_of_this_machine
+from llmpq.serve.options import ServeOptions
 from quant.common.errors import MESSAGE_CHARACTERS
+from quant.common.loopback import host_in, is_of_this_machine
 from quant.common.text import printable
 
 INVALID_REQUEST = "invalid_request_error"
@@ -245,15 +246,8 @@ def check_key(authorization: str | None, api_key: str | None) -> None:
 
 
 def check_host(host: str) -> None:
-    """Raise `ApiError` (403) unless `host`, of a request's header, is a name of this machine.
-
-    A web page can have its own name lead to 127.0.0.1, and so reach a server that has no key; the
-    browser then sends that name.
-    """
-    name = host.strip().lower()
-    if not name.endswith("]"):  # of an IPv6 address without port
-        name = name.rpartition(":")[0] or name
-    if not is_of_this_machine(name.removeprefix("[").removesuffix("]")):
+    """Raise `ApiError` (403) unless `host`, of a request's header, is a name of this machine."""
+    if not is_of_this_machine(host_in(host)):
         raise ApiError(
             HTTPStatus.FORBIDDEN,
             f"this server has no API key and answers to localhost alone, not to {host!r:.200}; "

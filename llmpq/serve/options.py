@@ -7,12 +7,12 @@ import stat
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.option_rules import ABOVE_0_S, AT_LEAST_0, AT_LEAST_1, Range, option, refuse_outside
 from quant.common.errors import DeviceError, SpecError
+from quant.common.loopback import MOST_PORT, is_of_this_machine
 
 if TYPE_CHECKING:
     from planner.plan.spec import StagePlan
@@ -24,7 +24,6 @@ LEAST_KEY = 16
 FOLDER_SUFFIX = ".batches"
 """Ending of the folder of files and batches, beside a plan file."""
 
-_MOST_PORT = 65_535
 _ABOVE_0 = Range(lambda value: value > 0, "give a number above 0")
 
 
@@ -42,7 +41,7 @@ class ServeOptions:
         "PORT",
         "to listen on, 0 for a free one",
         8000,
-        within=Range(lambda port: 0 <= port <= _MOST_PORT, f"give 1 to {_MOST_PORT}, or 0 for any"),
+        within=Range(lambda port: 0 <= port <= MOST_PORT, f"give 1 to {MOST_PORT}, or 0 for any"),
     )
     api_key: str | None = field(default=None, repr=False)
     served_model_names: tuple[str, ...] = ()
@@ -106,16 +105,6 @@ def _check_key(key: str) -> None:
             f"the API key must be at least {LEAST_KEY} ASCII characters without spaces; "
             "`openssl rand -hex 32` makes one"
         )
-
-
-def is_of_this_machine(host: str) -> bool:
-    """Whether `host` is a loopback address or `localhost`."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def find_api_key(file: Path | None = None, variables: Mapping[str, str] = os.environ) -> str | None:

@@ -38,8 +38,11 @@ MOST_MARKS = 40
 Pixels = Sequence[tuple[float, float]]
 
 
-def job_page(job: JobOverview, refresh_s: float | None = None) -> str:
-    """The job as an HTML document, which a browser loads again every `refresh_s` seconds."""
+def job_page(job: JobOverview, refresh_s: float | None = None, home: str = "") -> str:
+    """The job as an HTML document, which a browser loads again every `refresh_s` seconds.
+
+    `home`: where the page of all jobs is; of a page that comes over HTTP, which a script refreshes.
+    """
     charts = (("generated tokens per second", rate_chart(job)), ("finished rows", rows_chart(job)))
     return render(
         "job.html.j2",
@@ -55,6 +58,7 @@ def job_page(job: JobOverview, refresh_s: float | None = None) -> str:
         stage_cells=stage_cells,
         version=llmpq_version(),
         refresh=None if refresh_s is None else max(1, round(refresh_s)),
+        home=home,
     )
 
 

@@ -20,7 +20,7 @@ from quant.common.url_mirror import local_place
 MOST_FOLDERS = 20_000
 """Folders that are looked into at most, so that a whole disk ends in seconds."""
 
-_SUFFIX = ".job"
+SUFFIX = ".job"
 
 BEAT_WITHIN_S = 30.0
 """Seconds within which a job on another machine gives a sign of life, six times over."""
@@ -47,7 +47,7 @@ def find_job(named: str | Path) -> JobPlace:
         path = path.resolve() if path.is_symlink() else path
         if path.is_dir():
             return _of_folder(path)
-        place = JobPlace(path, path.with_name(path.name + _SUFFIX))
+        place = JobPlace(path, path.with_name(path.name + SUFFIX))
         if path.name and place.folder.is_dir() and _has_records(place):
             return place
         is_there = path.exists()
@@ -67,8 +67,8 @@ def find_job(named: str | Path) -> JobPlace:
 
 def _of_folder(path: Path) -> JobPlace:
     """The job of a folder: of records, which are named after the output beside it, or of shards."""
-    beside = path.with_name(path.name.removesuffix(_SUFFIX))
-    is_beside = path.name.endswith(_SUFFIX) and path.name != _SUFFIX and not _is_finished(path)
+    beside = path.with_name(path.name.removesuffix(SUFFIX))
+    is_beside = path.name.endswith(SUFFIX) and path.name != SUFFIX and not _is_finished(path)
     place = JobPlace(beside if is_beside else path, path)
     if not _has_records(place):
         raise InputError(
@@ -105,7 +105,7 @@ def jobs_in(folder: str | Path, depth: int) -> Iterator[JobPlace]:
         left -= 1
         is_deepest = len(here.relative_to(top).parts) >= depth
         below[:] = [] if left <= 0 else sorted(_worth_a_look(below, is_deepest))
-        if here.name.endswith(_SUFFIX) or _is_output(files):
+        if here.name.endswith(SUFFIX) or _is_output(files):
             try:
                 yield find_job(here)
             except InputError:
@@ -121,7 +121,7 @@ def _is_output(files: Sequence[str]) -> bool:
 def _worth_a_look(names: list[str], records_only: bool) -> Iterator[str]:
     """Folders to look into: at the deepest only those that lie beside an output."""
     for name in names:
-        is_record = name.endswith(_SUFFIX)
+        is_record = name.endswith(SUFFIX)
         if is_record or not (records_only or name.startswith(".") or name == "node_modules"):
             yield name
 

@@ -293,6 +293,21 @@ def _list_cells(job: JobOverview) -> Sequence[str]:
     )
 
 
+def page_cells(job: JobOverview) -> list[str]:
+    """What a page's list says of a job, after its name: state to model."""
+    _, _, rows, errors, speed, ago, _ = _list_cells(job)
+    planned = job.planned_tokens_per_s
+    return [
+        state_words(job),
+        rows,
+        errors,
+        speed,
+        "–" if planned is None else per_second(planned),
+        ago if ago == "–" else f"{ago} ago",
+        job.model or NOT_KNOWN,
+    ]
+
+
 def ray_text(jobs: Sequence[KnownJob]) -> RenderableType:
     """Jobs of a Ray cluster, a line each."""
     rows = [

@@ -78,12 +78,18 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def page_of(opened: Any, file: Path, width: int, scheme: str) -> Iterator[Any]:
-    """The page of a file in a window of that width."""
-    context = opened.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+def page_of(
+    opened: Any, at: Path | str, width: int, scheme: str, scripts: bool = True
+) -> Iterator[Any]:
+    """The page of a file or an address in a window of that width, whose clock stands still."""
+    context = opened.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=scripts
+    )
     try:
         page = context.new_page()
-        page.goto(file.as_uri())
+        if isinstance(at, str) and scripts:
+            page.clock.install()
+        page.goto(at if isinstance(at, str) else at.as_uri())
         yield page
     finally:
         context.close()
