@@ -124,6 +124,11 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         ),
     },
     "look": {
+        "doctor": Subcommand(
+            "doctor:doctor_main",
+            "doctor:doctor_parser",
+            "say what works on this machine and how to mend it",
+        ),
         "devices": Subcommand(
             "device_list:devices_main",
             "device_list:devices_parser",

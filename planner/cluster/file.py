@@ -21,6 +21,7 @@ from planner.cluster.described import (
 )
 from quant.common.errors import SpecError
 from quant.common.files import MAX_DEPTH
+from quant.common.host_memory import usable_memory_bytes
 from quant.common.units import GIB
 
 MOST_BYTES = 1 << 20
@@ -235,10 +236,12 @@ def read_yaml(path: Path) -> tuple[object, Source]:
 
 
 def local_cpus(count: int) -> dict[str, Any]:
-    """Make the entry of a node of `count` CPUs that share this machine's cores and free memory."""
+    """Make the entry of a node of `count` CPUs that share this machine's cores, and the memory that
+    may be used here.
+    """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    memory_gib = usable_memory_bytes() / GIB
     each = max(1, count)
     return {
         "accelerators": {"CPU": count},

@@ -39,6 +39,12 @@ def _bitsandbytes() -> Any:
     return found
 
 
+def check_bitsandbytes() -> str:
+    """The version that is installed; DeviceError where none can be imported, or too old a one."""
+    found: str = _bitsandbytes().__version__
+    return found
+
+
 @cache
 def _check_version(version: str) -> None:
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < _LEAST_VERSION:

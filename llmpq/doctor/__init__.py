@@ -1,0 +1,1 @@
+"""What this machine has of what llmpq needs: facts, what they mean, and the commands that mend."""
