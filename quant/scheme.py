@@ -20,7 +20,13 @@ NEAR_FULL_BITS = 8
 within the error of the texts (docs/quantization.md). Plans keep to them where nothing is said.
 """
 
-BITWIDTHS = (3, 4, NEAR_FULL_BITS, FULL_BITS)
+AFFINE_BITS = (3, 4, 5, 6)
+"""Bitwidths of weights whose groups have a scale and a zero each."""
+
+BITWIDTHS = (*AFFINE_BITS, NEAR_FULL_BITS, FULL_BITS)
+USUAL_BITS = (3, 4, NEAR_FULL_BITS, FULL_BITS)
+"""Bitwidths that plans choose from and sensitivities are measured at where nothing is said."""
+
 KV_BITWIDTHS = (8, FULL_BITS)
 WEIGHTED = "weighted"
 GPTQ = "gptq"
@@ -88,6 +94,14 @@ def group_size(in_features: int) -> int:
 def rounded_group(in_features: int) -> int:
     """Columns of a group of a weight that is rounded as it is loaded."""
     return in_features if in_features % NARROW_GROUP else NARROW_GROUP
+
+
+def code_bytes(columns: int, bits: int) -> int:
+    """Bytes of a row of affine codes: two a byte of four bits, and planes of one bit of the others,
+    each of whole bytes.
+    """
+    half, planes = (-(-columns // 2), bits - 4) if bits >= 4 else (0, bits)
+    return half + planes * -(-columns // 8)
 
 
 ROWS, COLUMNS = 0, 1
@@ -173,7 +187,7 @@ class GptqOptions:
     columns with the largest inputs are rounded first, under scales that are fixed before, so that
     columns stay in their places and kernels are not affected; else columns are rounded in their
     order, and each group's scale is chosen when it is reached. `damping`: share of the mean
-    diagonal added to it. `narrow`: 3 and 4 bit have the groups of weights that are rounded when
+    diagonal added to it. `narrow`: 3 to 6 bit have the groups of weights that are rounded when
     they are loaded, which no other library reads.
     """
 

@@ -15,10 +15,7 @@ from planner.workload import Workload
 from quant.backends.table import rule_for
 from quant.checkpoint.stored_config import WHOLE_ROW, StoredLinear
 from quant.common.errors import SpecError
-from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, LinearShape, Processor
-
-_ORDERED_BITS = (3, 4)
-"""Bitwidths whose columns are held in the order of a quantized checkpoint; 8 bit needs none."""
+from quant.scheme import AFFINE_BITS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, LinearShape, Processor
 
 _FLOAT32_BYTES = 4
 
@@ -71,7 +68,9 @@ def packed_bytes(
 
 
 def _order_bytes(shape: ModelShape) -> int:
-    """Bytes of the indices of a layer's inputs where the columns of a group lie apart."""
+    """Bytes of the indices of a layer's inputs where the columns of a group lie apart; 8 bit needs
+    none.
+    """
     stored = shape.stored
     if stored is None or not stored.desc_act:
         return 0
@@ -79,7 +78,7 @@ def _order_bytes(shape: ModelShape) -> int:
     return sum(
         4 * linear.in_features
         for linear, own in zip(shape.layer_linears, stored.linears or alike, strict=False)
-        if own.bits in _ORDERED_BITS and own.group_size not in (WHOLE_ROW, linear.in_features)
+        if own.bits in AFFINE_BITS and own.group_size not in (WHOLE_ROW, linear.in_features)
     )
 
 

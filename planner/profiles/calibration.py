@@ -35,9 +35,9 @@ EXPONENT = -0.22
 billion; `docs/quantization.md` names them."""
 
 _NATS: dict[str, dict[int, float]] = {
-    WEIGHTED: {3: 0.15, 4: 0.031, 8: 0.0007},
-    "nearest": {3: 0.41, 4: 0.075, 8: 0.001},
-    "stochastic": {3: 1.1, 4: 0.16, 8: 0.0016},
+    WEIGHTED: {3: 0.15, 4: 0.031, 5: 0.0076, 6: 0.0023, 8: 0.0007},
+    "nearest": {3: 0.41, 4: 0.075, 5: 0.018, 6: 0.0045, 8: 0.001},
+    "stochastic": {3: 1.1, 4: 0.16, 5: 0.04, 6: 0.0091, 8: 0.0016},
 }
 """Nats a token by the rounding of weights and their bits: of SmolLM2 and the demo model the
 geometric mean, by `benchmarks.quantization.forecast --anchors`."""

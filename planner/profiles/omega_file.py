@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from quant.common.errors import SpecError
 from quant.common.json_text import loads
-from quant.scheme import BITWIDTHS
+from quant.scheme import USUAL_BITS
 
 Matrix = npt.NDArray[np.float64]
 
@@ -79,11 +79,11 @@ def bare_array(rows: object, path: Path, layers: int, bitwidths: Sequence[int]) 
     """
     matrix = as_matrix(rows, path)
     columns: Sequence[int] = bitwidths
-    if matrix.ndim == 2 and matrix.shape[1] == len(BITWIDTHS):
-        columns = BITWIDTHS
-        by_text = sorted(BITWIDTHS, key=str)
+    if matrix.ndim == 2 and matrix.shape[1] == len(USUAL_BITS):
+        columns = USUAL_BITS
+        by_text = sorted(USUAL_BITS, key=str)
         if not is_falling(matrix) and is_falling(
-            matrix[:, [by_text.index(bits) for bits in BITWIDTHS]]
+            matrix[:, [by_text.index(bits) for bits in USUAL_BITS]]
         ):
             columns = by_text
     check_shape(matrix, path, (layers, len(columns)))

@@ -111,20 +111,20 @@ class CanonicalPacked(PackedWeight):
 
 
 def held_scales(canonical: CanonicalWeight, dtype: torch.dtype | None = None) -> Tensor:
-    """Scales and zeros of 3- and 4-bit codes as backends hold them: uint8 `[out, 1 + groups, 2]`
+    """Scales and zeros of affine codes as backends hold them: uint8 `[out, 1 + groups, 2]`
     (`quant.narrow`), else `[out, groups, 2]` in `dtype`, without one as they are.
     """
-    assert canonical.zero is not None, "3- and 4-bit codes are affine"
+    assert canonical.zero is not None, "asked of affine codes"
     if canonical.narrow:
-        return encode(canonical.scale, canonical.zero)
+        return encode(canonical.scale, canonical.zero, canonical.bits)
     dtype = dtype or canonical.scale.dtype
     return torch.stack((canonical.scale.to(dtype), canonical.zero.to(dtype)), dim=-1)
 
 
-def read_scales(held: Tensor) -> tuple[Tensor, Tensor]:
+def read_scales(held: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scales and zeros `[out, groups]` of what `held_scales` gave."""
     if held.dtype == torch.uint8:
-        return decode_scales(held)
+        return decode_scales(held, bits)
     scale, zero = held.unbind(-1)
     return scale, zero
 

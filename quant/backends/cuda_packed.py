@@ -136,7 +136,7 @@ class CudaPacked(CanonicalPacked):
         codes, scale, zero = self.packed[block], self.scales[block], None
         if self.bits != 8:
             codes = unpack_octets(codes, self.bits)
-            scale, zero = read_scales(scale)
+            scale, zero = read_scales(scale, self.bits)
         group = self.in_features // scale.shape[1]
         return dequantize(CanonicalWeight(codes, scale, zero, self.bits, group))
 

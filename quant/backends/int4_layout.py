@@ -29,7 +29,7 @@ BLOCK_ROWS = 64
 multiples of it have the same layout alone as within the whole."""
 
 HALF_ROWS = BLOCK_ROWS // 2
-_MIDDLE = 8
+_BITS, _MIDDLE = 4, 8
 """The code whose value the kernel takes to be zero."""
 
 _MANY_TOKENS, _MANY_COMPILED = 96, 32
@@ -149,7 +149,7 @@ def kernel_scales(packed: torch.Tensor, block: slice, code_step: int = 1) -> tor
     groups, rows = len(packed) - 1, packed.shape[1]
     count = len(range(*block.indices(rows)))
     if not is_compiled(groups * NARROW_GROUP * rows):
-        scale, zero = read_scales(packed[:, block].transpose(0, 1))
+        scale, zero = read_scales(packed[:, block].transpose(0, 1), _BITS)
         return pack_scales(torch.stack((scale / code_step, zero), dim=-1))
     words = _MEMORY.words(groups * count).view(groups, count)
     loop = _restoring(torch.get_num_threads() > 1)

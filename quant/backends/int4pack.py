@@ -45,9 +45,11 @@ def _restored(
     return decode(codes, *scales, 4).to(x.dtype)
 
 
-def _scales_on(packed: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _scales_on(
+    packed: torch.Tensor, device: torch.device, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and zeros `[rows, groups]` on the device."""
-    return read_scales(packed.to(device, non_blocking=True).transpose(0, 1))
+    return read_scales(packed.to(device, non_blocking=True).transpose(0, 1), bits)
 
 
 def _is_compiled(weight: Int4Pack | Int3Pack, x: torch.Tensor) -> bool:
@@ -104,7 +106,7 @@ class Int4Pack(CanonicalPacked):
         if not _is_whole(self.packed):
             return None
         packed = self.packed.to(x.device, non_blocking=True)
-        return _restored(packed, _scales_on(self.scales, x.device), x)
+        return _restored(packed, _scales_on(self.scales, x.device, self.bits), x)
 
 
 _DOUBLED = 2
@@ -165,7 +167,7 @@ class Int3Pack(CanonicalPacked):
         packed, columns = self.packed.to(x.device, non_blocking=True), x.shape[-1]
         words = _Scratch.words(len(packed), columns)
         memory = torch.empty(words, dtype=torch.int32, device=x.device)
-        scale, zero = _scales_on(self.scales, x.device)
+        scale, zero = _scales_on(self.scales, x.device, self.bits)
         if self.scales.dtype == torch.uint8:
             scale = scale / _DOUBLED
         return _restored(_Scratch(columns, memory).restore(packed), (scale, zero), x)

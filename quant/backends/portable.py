@@ -1,8 +1,7 @@
-"""Kernels of 3, 4 and 8 bit that run wherever torch does: dequantize, then multiply."""
+"""Kernels of 3 to 6 and 8 bit that run wherever torch does: dequantize, then multiply."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -18,69 +17,55 @@ from quant.backends.base import (
 from quant.rounding.canonical import (
     CanonicalWeight,
     decode,
-    pack_nibbles,
-    pack_planes,
-    unpack_nibbles,
-    unpack_planes,
+    pack_codes,
+    unpack_codes,
 )
 
 
 @dataclass(frozen=True)
 class _TorchAffine(CanonicalPacked):
-    """`packed` codes; `scales` as `held_scales`."""
+    """`packed` as `pack_codes`; `scales` as `held_scales`."""
 
     packed: torch.Tensor
     scales: torch.Tensor
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        return cls(cls._pack(canonical.codes), held_scales(canonical))
+        return cls(pack_codes(canonical.codes, cls.bits), held_scales(canonical))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         memory = DecodeMemory(x, len(self.scales))
 
         def decode_rows(block: slice) -> torch.Tensor:
-            rows = block.stop - block.start
-            codes = self._unpack(block, x.shape[-1], memory.codes[:rows])
-            scale, zero = read_scales(self.scales[block])
+            rows, columns = block.stop - block.start, x.shape[-1]
+            codes = unpack_codes(self.packed[block], columns, self.bits, memory.codes[:rows])
+            scale, zero = read_scales(self.scales[block], self.bits)
             return decode(codes, scale, zero, self.bits, out=memory.values[:rows])
 
         return linear_by_blocks(x, len(self.scales), decode_rows)
 
     def restored_for(self, x: torch.Tensor) -> torch.Tensor:
-        held = (self.packed, self.scales)
-        there = type(self)(*(each.to(x.device, non_blocking=True) for each in held))
-        out = there.packed.new_empty(len(self.scales), x.shape[-1])
-        codes = there._unpack(slice(None), x.shape[-1], out)
-        return decode(codes, *read_scales(there.scales), self.bits).to(x.dtype)
-
-    @staticmethod
-    @abstractmethod
-    def _pack(codes: torch.Tensor) -> torch.Tensor: ...
-
-    @abstractmethod
-    def _unpack(self, block: slice, columns: int, out: torch.Tensor) -> torch.Tensor:
-        """Unpack uint8 codes `[rows of block, columns]`, to `out` if it likes."""
+        packed, scales = (
+            each.to(x.device, non_blocking=True) for each in (self.packed, self.scales)
+        )
+        codes = unpack_codes(packed, x.shape[-1], self.bits)
+        return decode(codes, *read_scales(scales, self.bits), self.bits).to(x.dtype)
 
 
 class Torch3Bit(_TorchAffine):
-    """`packed`: uint8 `[3, out, ceil(in / 8)]`, planes of one bit."""
-
     bits: ClassVar[int] = 3
-    _pack = staticmethod(pack_planes)
-
-    def _unpack(self, block: slice, columns: int, out: torch.Tensor) -> torch.Tensor:
-        return unpack_planes(self.packed[:, block], columns)
 
 
 class Torch4Bit(_TorchAffine):
-    """`packed`: uint8 `[out, ceil(in / 2)]`, two codes a byte."""
-
     bits: ClassVar[int] = 4
-    _pack = staticmethod(pack_nibbles)
 
-    def _unpack(self, block: slice, columns: int, out: torch.Tensor) -> torch.Tensor:
-        return unpack_nibbles(self.packed[block], columns, out)
+
+class Torch5Bit(_TorchAffine):
+    bits: ClassVar[int] = 5
+
+
+class Torch6Bit(_TorchAffine):
+    bits: ClassVar[int] = 6
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,20 @@ allocator rounds up to is the planner's slack. A new backend is one file with it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from quant.backends.kernel_rule import KernelCost, KernelRule
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, GROUP_SIZES, LinearShape, Processor
+from quant.scheme import (
+    BITWIDTHS,
+    DTYPE_BYTES,
+    FULL_BITS,
+    GROUP_SIZES,
+    LinearShape,
+    Processor,
+    code_bytes,
+)
 
 INT8PACK_COLUMNS = 16
 """Weights that torch's int8 CPU kernel reads at once, beyond the end of a row if need be."""
@@ -169,14 +178,13 @@ def _groups_bytes(shape: LinearShape) -> int:
     return shape.out_features * (2 * groups + 2 if shape.is_narrow else 4 * groups)
 
 
-def _packed_3bit_bytes(shape: LinearShape, dtype: str) -> int:
-    """Three planes of one bit per weight, rows padded to whole bytes, and the groups."""
-    return 3 * shape.out_features * -(-shape.in_features // 8) + _groups_bytes(shape)
+def _packed_bytes(bits: int) -> Callable[[LinearShape, str], int]:
+    """Affine codes, each row padded to whole bytes, and the groups."""
 
+    def nbytes(shape: LinearShape, dtype: str) -> int:
+        return shape.out_features * code_bytes(shape.in_features, bits) + _groups_bytes(shape)
 
-def _packed_4bit_bytes(shape: LinearShape, dtype: str) -> int:
-    """Two codes per byte, each row padded to whole bytes, and the groups."""
-    return shape.out_features * -(-shape.in_features // 2) + _groups_bytes(shape)
+    return nbytes
 
 
 def _int8_row_bytes(shape: LinearShape, dtype: str) -> int:
@@ -259,11 +267,11 @@ _TENSOR_COST = KernelCost(passes=4.0, restores_from=TENSOR_TOKENS + 1, few_rate=
 KERNEL_RULES: tuple[KernelRule, ...] = (
     KernelRule("plain", FULL_BITS, _anywhere, _plain_bytes, kernel=None),
     KernelRule(
-        "int3pack", 3, _int4pack_supports, _packed_3bit_bytes, "int4pack.Int3Pack",
+        "int3pack", 3, _int4pack_supports, _packed_bytes(3), "int4pack.Int3Pack",
         _INT3PACK_COST,
     ),
     KernelRule(
-        "int4pack", 4, _int4pack_supports, _packed_4bit_bytes, "int4pack.Int4Pack",
+        "int4pack", 4, _int4pack_supports, _packed_bytes(4), "int4pack.Int4Pack",
         _INT4PACK_COST,
     ),
     KernelRule(
@@ -283,11 +291,11 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
         own_cost=_cuda_w8a8_cost, stand_in="cuda_8bit",
     ),
     KernelRule(
-        "cuda_3bit", 3, _cuda_supports, _packed_3bit_bytes, "cuda_packed.Cuda3Bit",
+        "cuda_3bit", 3, _cuda_supports, _packed_bytes(3), "cuda_packed.Cuda3Bit",
         own_cost=_cuda_cost,
     ),
     KernelRule(
-        "cuda_4bit", 4, _cuda_supports, _packed_4bit_bytes, "cuda_packed.Cuda4Bit",
+        "cuda_4bit", 4, _cuda_supports, _packed_bytes(4), "cuda_packed.Cuda4Bit",
         own_cost=_cuda_cost,
     ),
     KernelRule(
@@ -295,12 +303,20 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
         own_cost=_cuda_cost,
     ),
     KernelRule(
-        "torch_3bit", 3, _anywhere, _packed_3bit_bytes, "portable.Torch3Bit",
+        "torch_3bit", 3, _anywhere, _packed_bytes(3), "portable.Torch3Bit",
         KernelCost(passes=28.0),
     ),
     KernelRule(
-        "torch_4bit", 4, _anywhere, _packed_4bit_bytes, "portable.Torch4Bit",
+        "torch_4bit", 4, _anywhere, _packed_bytes(4), "portable.Torch4Bit",
         KernelCost(passes=24.0),
+    ),
+    KernelRule(
+        "torch_5bit", 5, _anywhere, _packed_bytes(5), "portable.Torch5Bit",
+        KernelCost(passes=28.0),
+    ),
+    KernelRule(
+        "torch_6bit", 6, _anywhere, _packed_bytes(6), "portable.Torch6Bit",
+        KernelCost(passes=28.0),
     ),
     KernelRule(
         "torch_8bit", 8, _anywhere, _int8_row_bytes, "portable.Torch8Bit",
@@ -310,7 +326,7 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
 """Every backend in order of preference; the last of each bitwidth runs everywhere, on any shape."""
 
 
-HOST_BACKENDS = {3: "int3pack", 4: "int4pack", 8: "int8pack"}
+HOST_BACKENDS = {3: "int3pack", 4: "int4pack", 5: "torch_5bit", 6: "torch_6bit", 8: "int8pack"}
 """Backends by bits of weights in the memory of a GPU's host: CPUs multiply with them, and GPUs can
 restore them, which no layout of oneDNN's allows."""
 

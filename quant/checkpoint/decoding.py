@@ -136,7 +136,7 @@ def _gptq(part: _Part, coded: CodedWeight, config: StoredConfig, kept: Rows) -> 
     words = _needed(part, "qweight")[:, kept].t()
     narrow = part(NARROW_PART)
     if narrow is not None:
-        scale, low = (each.bfloat16() for each in decode_scales(narrow[kept]))
+        scale, low = (each.bfloat16() for each in decode_scales(narrow[kept], linear.bits))
         return GroupCodes(
             codes=_unpacked(words, linear.bits, columns),
             scale=scale,

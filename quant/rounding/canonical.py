@@ -1,11 +1,11 @@
 """The canonical form of a quantized weight: integer codes with a scale and a zero per group.
 
-3 and 4 bit are affine per group of a row, 8 bit is symmetric per row:
+3 to 6 bit are affine per group of a row, 8 bit is symmetric per row:
 
-    weight ~ (code - 2^(bits-1)) * scale + zero     3 and 4 bit, codes 0 .. 2^bits - 1
+    weight ~ (code - 2^(bits-1)) * scale + zero     3 to 6 bit, codes 0 .. 2^bits - 1
     weight ~ code * scale                           8 bit, codes -127 .. 127, stored ones from -128
 
-Scale and zero of rounded 3 and 4 bit are bfloat16, the only type that torch's int4pack kernel takes
+Scale and zero of rounded 3 to 6 bit are bfloat16, the only type that torch's int4pack kernel takes
 with bfloat16 activations; it neither overflows nor underflows where a weight does not. Of groups of
 32 they are such that a byte each can hold them (`quant.narrow`).
 """
@@ -22,9 +22,21 @@ from quant.devices import moved_blocks, row_blocks
 from quant.narrow import range_factor
 from quant.rounding.ways import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
 from quant.rounding.weighted import column_importance, fit, is_compiled
-from quant.scheme import NARROW_GROUP, ROWS, Cut, part_group, rounded_group
+from quant.scheme import (
+    AFFINE_BITS,
+    NARROW_GROUP,
+    NEAR_FULL_BITS,
+    ROWS,
+    Cut,
+    code_bytes,
+    part_group,
+    rounded_group,
+)
 
-CANONICAL_BITS = (3, 4, 8)
+CANONICAL_BITS = (*AFFINE_BITS, NEAR_FULL_BITS)
+_KNOWN = ", ".join(map(str, CANONICAL_BITS))
+
+_NIBBLE_BITS, _NIBBLE = 4, 15
 
 _RANGED_WEIGHTS = 1 << 16
 """Weights whose ranges are taken at once: the copy in float32 that this needs stays in a cache."""
@@ -35,7 +47,7 @@ _LOWEST_BITS = 0x01010101
 
 @dataclass(frozen=True)
 class CanonicalWeight:
-    """A weight `[out, in]`: `codes` uint8 (3 and 4 bit) or int8 `[out, in]`; `scale` and `zero`
+    """A weight `[out, in]`: `codes` uint8 (3 to 6 bit) or int8 `[out, in]`; `scale` and `zero`
     `[out, groups]` bfloat16 or, from a GPTQ checkpoint, float16 and float32; at 8 bit `scale` is
     float32 `[out, 1]` and `zero` None. `group` divides `in`. `narrow`: `quant.narrow` can
     hold scale and zero.
@@ -79,7 +91,7 @@ def quantize(
     rounding: Rounding = DEFAULT,
 ) -> CanonicalWeight:
     """Round `weight` `[out, in]` on `device`, in row blocks, so that temporaries stay at megabytes.
-    SpecError for other bits than 3, 4 and 8; CheckpointError if it is not finite.
+    SpecError for other bits than 3 to 6 and 8; CheckpointError if it is not finite.
     """
     way = _Way.of(weight, bits, device or weight.device, rounding)
     return _quantized(weight, way, rounding.generator())
@@ -153,7 +165,7 @@ class _Way:
     @classmethod
     def of(cls, weight: torch.Tensor, bits: int, device: torch.device, rounding: Rounding) -> _Way:
         if bits not in CANONICAL_BITS:
-            raise SpecError(f"cannot quantize to {bits} bits; choose one of 3, 4 and 8")
+            raise SpecError(f"cannot quantize to {bits} bits; choose one of {_KNOWN}")
         if weight.dim() != 2 or not weight.is_floating_point():
             raise CheckpointError(
                 f"cannot quantize a {weight.dtype} tensor of shape {list(weight.shape)}: "
@@ -226,46 +238,60 @@ def decode(
     return values
 
 
-def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Pack two codes per byte: column j in the low half, j + ceil(in / 2) in the high half."""
-    half = -(-codes.shape[1] // 2)
-    packed = codes[:, :half].clone()
-    packed[:, : codes.shape[1] - half] |= codes[:, half:] << 4
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack affine codes uint8 `[rows, in]` row by row: from 4 bit on the lowest four bits, column j
+    in the low half of a byte and j + ceil(in / 2) in the high one; then each bit that is left, of
+    which byte j has columns j, s + j, 2 s + j and on, with s = ceil(in / 8).
+    """
+    rows, columns = codes.shape
+    packed = codes.new_zeros(rows, code_bytes(columns, bits))
+    low, planes = _packed_parts(packed, columns, bits)
+    half = low.shape[1]
+    if half:
+        low.copy_(codes[:, :half] & _NIBBLE)
+        low[:, : columns - half] |= codes[:, half:] << _NIBBLE_BITS
+    first = bits - planes.shape[1]
+    for position, part in enumerate(codes.chunk(8, dim=1)):
+        for plane in range(planes.shape[1]):
+            planes[:, plane, : part.shape[1]] |= ((part >> first + plane) & 1) << position
     return packed
 
 
-def unpack_nibbles(
-    packed: torch.Tensor, columns: int, out: torch.Tensor | None = None
+def unpack_codes(
+    packed: torch.Tensor, columns: int, bits: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    half = packed.shape[1]
+    """Undo `pack_codes`, in `out` `[rows, in]` if there is one."""
+    low, planes = _packed_parts(packed, columns, bits)
     codes = packed.new_empty(len(packed), columns) if out is None else out
-    torch.bitwise_and(packed, 15, out=codes[:, :half])
-    torch.bitwise_right_shift(packed[:, : columns - half], 4, out=codes[:, half:])
-    return codes
+    half = low.shape[1]
+    if half:
+        torch.bitwise_and(low, _NIBBLE, out=codes[:, :half])
+        torch.bitwise_right_shift(low[:, : columns - half], _NIBBLE_BITS, out=codes[:, half:])
+    if bits == _NIBBLE_BITS:
+        return codes
+    upper = _unpacked_planes(planes, columns)
+    return codes.add_(upper, alpha=1 << _NIBBLE_BITS) if half else upper
 
 
-def pack_planes(codes: torch.Tensor) -> torch.Tensor:
-    """Pack planes of one bit: uint8 `[rows, in]` to `[3, rows, ceil(in / 8)]`; with s = ceil(in /
-    8), bit k of byte j is column k * s + j.
-    """
-    rows, columns = codes.shape
-    stride = -(-columns // 8)
-    planes = torch.zeros(3, rows, stride, dtype=torch.uint8, device=codes.device)
-    for position, part in enumerate(codes.chunk(8, dim=1)):
-        for plane in range(3):
-            planes[plane, :, : part.shape[1]] |= ((part >> plane) & 1) << position
-    return planes
+def _packed_parts(
+    packed: torch.Tensor, columns: int, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nibbles `[rows, ceil(in / 2)]`, of 3 bit none, and planes `[rows, n, ceil(in / 8)]`."""
+    half = -(-columns // 2) if bits >= _NIBBLE_BITS else 0
+    return packed[:, :half], packed[:, half:].unflatten(1, (-1, -(-columns // 8)))
 
 
-def unpack_planes(planes: torch.Tensor, columns: int) -> torch.Tensor:
-    rows, stride = planes.shape[1:]
+def _unpacked_planes(planes: torch.Tensor, columns: int) -> torch.Tensor:
+    count, stride = planes.shape[1:]
     lowest_bit = 1
     if stride % 4 == 0:  # four bytes at a time
         planes, lowest_bit = planes.view(torch.int32), _LOWEST_BITS
     positions = torch.arange(8, dtype=planes.dtype, device=planes.device).view(8, 1)
     bits = (planes.unsqueeze(2) >> positions).bitwise_and_(lowest_bit)
-    codes = bits[0].add_(bits[1].add_(bits[2], alpha=2), alpha=2)
-    return codes.view(rows, -1).view(torch.uint8)[:, :columns]
+    codes = bits[:, count - 1]
+    for plane in reversed(range(count - 1)):
+        codes = torch.add(bits[:, plane], codes, alpha=2)
+    return codes.reshape(len(planes), -1).view(torch.uint8)[:, :columns]
 
 
 def _empty(rows: int, columns: int, group: int, bits: int, device: torch.device) -> CanonicalWeight:
@@ -309,7 +335,7 @@ def _fit_block(
     way: _Way,
     factor: torch.Tensor | None,
 ) -> None:
-    assert result.zero is not None, "3- and 4-bit codes are affine"
+    assert result.zero is not None, "asked of affine codes"
     assert way.importance is not None, "scales are fitted by it"
     codes, scale, zero, bad = fit(
         weight,

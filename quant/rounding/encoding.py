@@ -130,7 +130,7 @@ def gptq_tensors(weight: GroupCodes, zero_offset: int) -> dict[str, Tensor]:
     if weight.narrow:
         assert weight.low is not None, "a zero between codes"
         words = _packed_rows(weight).t().contiguous()
-        return {"qweight": words, NARROW_PART: encode(weight.scale, weight.low)}
+        return {"qweight": words, NARROW_PART: encode(weight.scale, weight.low, weight.bits)}
     return {
         "qweight": _packed_rows(weight).t().contiguous(),
         "qzeros": pack_words(weight.zero.t() - zero_offset, weight.bits),

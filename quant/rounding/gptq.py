@@ -31,12 +31,14 @@ _BLOCK = 128
 
 def gptq(weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions) -> GroupCodes:
     """Round `weight` `[out, in]` for inputs whose X^T X is `gram` `[in, in]`, on their device, in
-    three times the memory of `gram` and the weight in float32. SpecError for other bitwidths than
-    3, 4 and 8, and where `gram` cannot be inverted; CheckpointError for weights that are not finite
+    three times the memory of `gram` and the weight in float32. SpecError for other bitwidths than 3
+    to 6 and 8, and where `gram` cannot be inverted; CheckpointError for weights that are not finite
     or too large for float16 scales.
     """
     if bits not in CANONICAL_BITS:
-        raise SpecError(f"cannot quantize to {bits} bits; choose one of 3, 4 and 8")
+        raise SpecError(
+            f"cannot quantize to {bits} bits; choose one of {', '.join(map(str, CANONICAL_BITS))}"
+        )
     columns = weight.shape[1]
     order = torch.arange(columns, device=weight.device)
     diagonal = gram.diagonal().clone()

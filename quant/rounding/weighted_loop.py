@@ -146,15 +146,16 @@ def _solver() -> Any:
 @cache
 def _nearest_parameters() -> Any:
     nearest, upwards = _to_bfloat16(up=False), _to_bfloat16(up=True)
-    narrow_zero = _narrow_zero()
+    narrow_zero, zero_steps = _narrow_zero(), compiled_loop(_zero_steps, False)
 
     def parameters(low: Any, high: Any, half: Any, grid: Any, factor: Any) -> Any:
         top = half + half - _ONE
         if grid == NARROW:
-            scale = np.ceil((high - low) / (top - np.float32(RANGE_SLACK)) / factor)
+            reach = top - np.float32(RANGE_SLACK) / zero_steps(half)
+            scale = np.ceil((high - low) / reach / factor)
             scale = min(max(scale, _ONE), np.float32(MOST)) * factor
             middle = (low + high + scale) * _HALF_ONE if high > low else _NONE
-            return scale, narrow_zero(middle, scale)
+            return scale, narrow_zero(middle, scale, zero_steps(half))
         if grid == FREE:
             zero = nearest(low + half * ((high - low) / top))
             scale = upwards(max((high - zero) / (half - _ONE), (zero - low) / half))
@@ -178,6 +179,7 @@ def _one_group() -> Any:
     solve, nearest_parameters = _solver(), _nearest_parameters()
     measure, error_of = compiled_loop(_measure, False), compiled_loop(_error, False)
     to_bfloat16, narrow_zero = _to_bfloat16(up=False), _narrow_zero()
+    zero_steps = compiled_loop(_zero_steps, False)
 
     def placed(scale: Any, zero: Any, middle: Any, inverse: Any, half: Any, grid: Any) -> Any:
         step = scale * inverse
@@ -189,7 +191,7 @@ def _one_group() -> Any:
         if grid == NARROW:
             scale = np.float32(np.rint(guess[0] / inverse / factor))
             scale = min(max(scale, _ONE), np.float32(MOST)) * factor
-            return scale, narrow_zero(guess[1] / inverse + half * scale, scale)
+            return scale, narrow_zero(guess[1] / inverse + half * scale, scale, zero_steps(half))
         scale = to_bfloat16(guess[0] / inverse)
         if grid == FREE:
             return scale, to_bfloat16(guess[1] / inverse + middle + half * scale)
@@ -254,14 +256,18 @@ def _one_group() -> Any:
     return compiled_loop(fit_group, False)
 
 
+def _zero_steps(half: Any) -> Any:
+    return min(np.float32(ZERO_STEPS), np.float32(MIDDLE_ZERO) / half)
+
+
 @cache
 def _narrow_zero() -> Any:
     cut_off = _to_bfloat16(up=None)
 
-    def zero(value: Any, scale: Any) -> Any:
-        steps = np.rint(value / scale * np.float32(ZERO_STEPS))
-        steps = min(max(steps, np.float32(-MIDDLE_ZERO)), np.float32(MOST - MIDDLE_ZERO))
-        return cut_off(np.float32(steps / np.float32(ZERO_STEPS)) * scale)
+    def zero(value: Any, scale: Any, steps: Any) -> Any:
+        place = np.rint(value / scale * steps)
+        place = min(max(place, np.float32(-MIDDLE_ZERO)), np.float32(MOST - MIDDLE_ZERO))
+        return cut_off(np.float32(place / steps) * scale)
 
     return compiled_loop(zero, False)
 

@@ -17,7 +17,7 @@ from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear, quantize_linear
 from quant.loading.loader import module_nbytes
 from quant.rounding.canonical import dequantize, quantize
-from quant.scheme import LinearShape, Processor
+from quant.scheme import BITWIDTHS, LinearShape, Processor
 
 CPU = torch.device("cpu")
 HERE = local_processor(CPU)
@@ -38,7 +38,7 @@ def weight_and_bias(rows: int = 64, columns: int = 128) -> tuple[torch.Tensor, t
     return weight.half(), torch.randn(rows, generator=generator).half()
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("bits", BITWIDTHS[:-1])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_product_with_bias_in_float32(bits: int, with_bias: bool) -> None:
     weight, bias = weight_and_bias()
@@ -52,7 +52,7 @@ def test_product_with_bias_in_float32(bits: int, with_bias: bool) -> None:
     torch.testing.assert_close(linear(x), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8, 16])
+@pytest.mark.parametrize("bits", BITWIDTHS)
 def test_type_of_the_input_is_kept(bits: int) -> None:
     weight, bias = weight_and_bias()
     linear = quantize_linear(weight, bias, LayerForm(bits, HERE, torch.bfloat16, CPU))
@@ -72,7 +72,7 @@ def test_sixteen_bits_is_a_plain_linear_of_its_own_memory() -> None:
     assert module_nbytes(linear) == 2 * (weight.numel() + bias.numel())
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8, 16])
+@pytest.mark.parametrize("bits", BITWIDTHS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(64, 128), (50, 100)])
 def test_bytes_are_the_rule_plus_the_bias(bits: int, dtype: str, shape: tuple[int, int]) -> None:

@@ -84,6 +84,8 @@ def test_bits_per_weight() -> None:
     rows = 16 * 4096
     assert sizes["torch_3bit"] == sizes["int3pack"] == 3.5 * shape.parameters + rows
     assert sizes["torch_4bit"] == sizes["int4pack"] == 4.5 * shape.parameters + rows
+    assert sizes["torch_5bit"] == 5.5 * shape.parameters + rows
+    assert sizes["torch_6bit"] == 6.5 * shape.parameters + rows
     assert sizes["bnb_nf4"] == 4.5 * shape.parameters + 8 * 64 + rows
     stored = replace(shape, stored_group=128)
     assert 8 * fallback_rule(4).nbytes(stored, "bfloat16") == 4.25 * shape.parameters
@@ -109,10 +111,8 @@ def test_fallback_never_needs_more_bytes() -> None:
 
 def test_odd_shape_falls_to_torch() -> None:
     odd = LinearShape(in_features=100, out_features=50)
-    assert [rule_for(CPU, bits, odd, "bfloat16").name for bits in (3, 4, 8)] == [
-        "torch_3bit",
-        "torch_4bit",
-        "torch_8bit",
+    assert [rule_for(CPU, bits, odd, "bfloat16").name for bits in BITWIDTHS[:-1]] == [
+        f"torch_{bits}bit" for bits in BITWIDTHS[:-1]
     ]
     assert rule_for(CPU, 4, odd, "bfloat16", "int4pack").name == "torch_4bit"
 
@@ -125,7 +125,7 @@ def test_cpu_without_vnni_multiplies_bfloat16_by_weights_of_8_bits() -> None:
 @pytest.mark.parametrize(
     ("bits", "dtype", "backend", "message"),
     [
-        (5, "bfloat16", None, "bitwidth 5 is not one of 3, 4, 8, 16"),
+        (7, "bfloat16", None, "bitwidth 7 is not one of 3, 4, 5, 6, 8, 16"),
         (4, "int8", None, "compute type 'int8'"),
         (4, "bfloat16", "onednn_w8a8", "choose one of int4pack, bnb_nf4, cuda_4bit, torch_4bit"),
     ],

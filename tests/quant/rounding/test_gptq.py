@@ -136,7 +136,7 @@ def test_a_zero_between_codes_of_32_columns_loses_less(bits: int) -> None:
     errors = [output_error(weight, each.dequantize(), inputs) for each in (own, usual)]
     assert errors[0] < 0.8 * errors[1]
     assert own.low is not None
-    scale, low = decode_scales(encode(own.scale, own.low))
+    scale, low = decode_scales(encode(own.scale, own.low, bits), bits)
     assert torch.equal(scale, own.scale.float())
     assert torch.equal(low, own.low)
     whole_row = gptq(weight[:, :100], torch.eye(100), bits, GptqOptions(narrow=True))
@@ -205,8 +205,8 @@ def test_a_matrix_that_no_damping_saves() -> None:
 
 def test_options_that_cannot_be_used() -> None:
     weight, inputs = problem()
-    with pytest.raises(SpecError, match="cannot quantize to 5 bits"):
-        gptq(weight, inputs.t() @ inputs, 5, DEFAULT)
+    with pytest.raises(SpecError, match="cannot quantize to 7 bits"):
+        gptq(weight, inputs.t() @ inputs, 7, DEFAULT)
     for damping in (0.0, -1.0, 1.5, float("nan")):
         with pytest.raises(SpecError, match="damping is"):
             GptqOptions(damping=damping)

@@ -16,6 +16,7 @@ from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import Rounding
 from quant.rounding.weighted import GRIDS, Grid, column_importance, fit
+from quant.scheme import AFFINE_BITS
 
 NEAREST, WEIGHTED = Rounding("nearest"), Rounding("weighted")
 WAYS = [False, pytest.param(True, marks=pytest.mark.skipif(not has_numba(), reason="no numba"))]
@@ -83,7 +84,7 @@ def best_narrow(weight: np.ndarray, importance: np.ndarray, bits: int) -> float:
     top, half, best = 2**bits - 1, 2 ** (bits - 1), np.inf
     least = 2.0 ** np.floor(np.log2(np.ptp(weight) / top)) / 128
     for scale in least * np.arange(32, 256):
-        exact = (np.arange(256) / 16 - 8) * scale
+        exact = (np.arange(256) - 128) / {5: 8, 6: 4}.get(bits, 16) * scale
         zeros = (exact.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
         lows = zeros.astype(np.float64)[:, None] - half * scale
         codes = np.clip(np.rint((weight - lows) / scale), 0, top)
@@ -94,14 +95,15 @@ def best_narrow(weight: np.ndarray, importance: np.ndarray, bits: int) -> float:
 @pytest.mark.parametrize("compiled", WAYS)
 @pytest.mark.parametrize(
     ("bits", "size", "grid"),
-    [*((3, 16, grid) for grid in GRIDS), (4, 32, "free"), (4, 32, "narrow")],
+    [*((3, 16, grid) for grid in GRIDS), (4, 32, "free")]
+    + [(bits, 32, "narrow") for bits in (4, 5, 6)],
 )
 def test_error_is_near_the_least_possible(bits: int, size: int, grid: Grid, compiled: bool) -> None:
-    """Alternating ends in local minima, but in sum it is within 15 % of the search."""
+    """Alternating ends in local minima, but in sum it is within 15 % of the search (6 bit 25 %)."""
     weight, importance = even_problem(size)
     found = restored(fitted(weight, importance, bits, size, grid, compiled), bits, grid)
     error = group_errors(weight, found, importance, 1).squeeze(1)
-    assert float(error.sum()) < 1.15 * least_error(bits, size, grid)
+    assert float(error.sum()) < (1.25 if bits == 6 else 1.15) * least_error(bits, size, grid)
 
 
 @cache
@@ -126,7 +128,7 @@ def even_problem(size: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("compiled", WAYS)
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", AFFINE_BITS)
 def test_no_group_is_worse_than_nearest(bits: int, compiled: bool) -> None:
     for scale, offset in ((1.0, 0.0), (1e-12, 0.0), (1e12, 0.0), (1.0, 0.7), (1e-3, 5.0)):
         weight, inputs = problem(16, 256)
@@ -149,7 +151,7 @@ def test_both_ways_give_the_same_codes(grid: Grid, dtype: torch.dtype) -> None:
     """Sums in another order may lead to another of two solutions that are as good."""
     weight, inputs = problem(48, 192, seed=2)
     weight, importance = weight.to(dtype), column_importance(inputs, 192)
-    for bits in (3, 4, 8):
+    for bits in (3, 4, 5, 8):
         compiled, plain = (fitted(weight, importance, bits, 64, grid, way) for way in (True, False))
         assert (compiled[1] == plain[1]).float().mean() > 0.97
         assert (compiled[0] == plain[0]).float().mean() > 0.99
