@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -177,6 +177,15 @@ class AssignmentProblem:
         if self.kinds == 1:
             return np.broadcast_to(by_kind, (len(cells), self.layers, by_kind.shape[2]))
         return by_kind[:, self.kind_of_layer]
+
+    def with_choices(self, choices: IntArray) -> AssignmentProblem:
+        """The problem with some choices [P] alone."""
+        width = len(self.bitwidths)
+        cells = (np.arange(self.kinds)[:, np.newaxis] * width + choices).ravel()
+        names = ("prefill_s", "decode_s", "layer_bytes", "host_bytes", "available")
+        own: dict[str, Any] = {name: getattr(self, name)[:, cells] for name in names}
+        own["sensitivity"] = self.sensitivity[:, choices]
+        return replace(self, bitwidths=tuple(np.array(self.bitwidths)[choices].tolist()), **own)
 
     @property
     def decode_rounds(self) -> int:

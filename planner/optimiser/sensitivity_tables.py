@@ -170,10 +170,17 @@ class LossTables:
         )
         self._bit_of_choice = np.eye(bits.size, dtype=np.int64)[of_choice]
         self._before = problem.kinds_before
+        self._narrowed: dict[tuple[int, ...], LossTables] = {}
         self.of_kinds = tuple(
             SensitivityTables(problem.sensitivity[problem.kind_of_layer == kind][:, first])
             for kind in range(problem.kinds)
         )
+
+    def narrowed(self, problem: AssignmentProblem) -> LossTables:
+        """The tables of a problem with some of the bitwidths alone, made once."""
+        if problem.bitwidths not in self._narrowed:
+            self._narrowed[problem.bitwidths] = LossTables(problem)
+        return self._narrowed[problem.bitwidths]
 
     def places(self, counts: IntArray, choices: IntArray) -> IntArray:
         """Where counts [M, P] of some `choices` [P], of equal sums, lie in a table [M]."""

@@ -54,8 +54,8 @@ of 32, and three narrower ones for wider groups. With 441 pairs of 0.3 to 1.1 th
 pairs of 0.4 to 1 have 16 % more there, and 6 % more at 3 bit."""
 
 FITTED_BITS = 6
-"""The highest bitwidth that is fitted: of the squared error of SmolLM2's weights that takes 0.3 at 4
-and 5 bit, 0.2 at 6; steps of 8 bit are too fine to gain anything."""
+"""The highest bitwidth that is fitted, which takes 0.3 of the squared error of SmolLM2's weights at
+4 and 5 bit, 0.2 at 6; steps of 8 bit are too fine to gain anything."""
 
 POLISHES = 4
 """Most repetitions for the best start; the fourth gains less than 1 %."""

@@ -24,6 +24,7 @@ from planner.optimiser.assignment import (
     conclude,
     smallest_assignment,
 )
+from planner.optimiser.boxes.few_bitwidths import has_many, solve_with_few
 from planner.optimiser.boxes.stage_lister import StageLister, has_one_row
 from planner.optimiser.boxes.stage_options import Box, StageOptions, least_above
 from planner.optimiser.feasibility import require_feasible
@@ -54,6 +55,8 @@ def solve_by_boxes(
     if problem.hosts:
         return solve_sharing(problem, options, partial(solve_by_boxes, tables=tables))
     require_feasible(problem)
+    if has_many(problem):
+        return solve_with_few(problem, options, tables, solve_by_boxes)
     start_s = options.clock()
     return _BoxMethod(relax(problem), tables, options, start_s).result()
 

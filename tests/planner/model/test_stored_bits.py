@@ -29,7 +29,7 @@ from planner.workload import Workload
 from quant.backends.table import backend_name
 from quant.checkpoint.stored_config import Scheme, StoredConfig
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS
+from quant.scheme import USUAL_BITS
 from tests.planner.plan_alone import find_plan
 
 LLAMA: dict[str, Any] = {
@@ -194,7 +194,7 @@ def test_what_is_stored_loses_nothing_and_may_always_be_used(tmp_path: Path) -> 
     lost[0, 1] = lost[1, 0] = False
     assert np.array_equal(costs.sensitivity, plain.sensitivity * lost)
     near = replace(costs, usable_bits=(8, 16))
-    usable = [[near.is_usable(found.layer(i), bits) for bits in BITWIDTHS] for i in (0, 1)]
+    usable = [[near.is_usable(found.layer(i), bits) for bits in USUAL_BITS] for i in (0, 1)]
     assert usable == [[False, True, True, True], [True, False, True, True]]
     for bits in (8, 16):  # as of weights that were never quantized, but for nf4
         again, never = (packed_bytes(each.layer(0), bits) for each in (found, found.plain))

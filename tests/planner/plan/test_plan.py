@@ -134,7 +134,7 @@ def test_objective_latency_is_the_closed_form() -> None:
         (change("stages", 0, "index", to=7), "field stages.0.index: 7"),
         (change("stages", 0, "threads", to=0), "field stages.0.threads: .*equal to 1"),
         (change("stages", 0, "dtype", to="nope"), "field stages.0.dtype: 'nope' is not one of"),
-        (change("stages", 0, "bitwidths", 2, to=5), "field stages.0.bitwidths.2: 5 is not one of"),
+        (change("stages", 0, "bitwidths", 2, to=7), "field stages.0.bitwidths.2: 7 is not one of"),
         (change("stages", 0, "backends", "4", to="plain"), "0.backends: 4 bit has no .*'plain'"),
         (change("stages", 0, "backends", to={"5": "plain"}), "0.backends: 5 bit has no backend"),
         (change("stages", 0, "memory", "weights", to=-5), "field stages.0.memory: .*-5"),

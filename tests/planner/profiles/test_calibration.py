@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -30,16 +31,18 @@ def read(matrix: Matrix, bits: list[int], unit: float = 1.0) -> float:
 @pytest.mark.parametrize("unit", [1.0, 1e-6, 1e9])
 def test_mixtures_lie_on_lines_between_bitwidths(unit: float) -> None:
     nats = {bits: expected_nats(SHAPE, "weighted", bits) for bits in BITWIDTHS}
-    assert nats[3] > nats[4] > nats[8] > nats[16] == 0
+    assert nats[3] > nats[4] > nats[5] > nats[6] > nats[8] > nats[16] == 0
     for bits in BITWIDTHS:
         assert read(SIZES, [bits] * 12, unit) == pytest.approx(nats[bits])
-    for low, high in ((3, 4), (4, 8), (8, 16)):
+    for low, high in pairwise(BITWIDTHS):
         half = read(SIZES, [low, high] * 6, unit)
         assert half == pytest.approx((nats[low] + nats[high]) / 2)
 
 
 def test_layers_that_lose_nothing_read_as_nothing() -> None:
-    scale = scale_of(Omega(np.zeros((12, 4)), "mine.json"), SHAPE, "weighted", BITWIDTHS)
+    scale = scale_of(
+        Omega(np.zeros((12, len(BITWIDTHS))), "mine.json"), SHAPE, "weighted", BITWIDTHS
+    )
     assert (scale.points, scale.basis, scale.at(0.0), scale.at(1.0)) == ((), "no unit", 0, 0)
 
 

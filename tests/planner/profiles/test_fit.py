@@ -141,7 +141,7 @@ def test_what_is_not_profiled_is_estimated() -> None:
     datasheet = "estimated: roofline of the datasheet"
     assert fitted.provenance(v100, "float16", (8,)) == f"{datasheet} (bits 8: taken on T4-16GB)"
     assert fitted.provenance(T4, "float16", BITWIDTHS) == (
-        f"fitted to 24 profile rows (bits 16); {datasheet} (bits 3, 4, 8: no rows); "
+        f"fitted to 24 profile rows (bits 16); {datasheet} (bits 3, 4, 5, 6, 8: no rows); "
         f"embedding and LM head {datasheet}"
     )
     assert fitted.provenance(T4, "float16", (16,)).count("estimated") == 1
@@ -220,7 +220,7 @@ def test_published_columns_suffice(tmp_path: Path) -> None:
         (f"{HEADER}\n{GOOD.replace('12.5', '0')}", "p.csv:2: .*positive number"),
         (f"{HEADER}\n{GOOD.replace('12.5', 'x')}", "ms_per_layer 'x'; a number"),
         (f"{HEADER}\n{GOOD.replace('prefill', 'train')}", "phase 'train'"),
-        (f"{HEADER}\n{GOOD.replace('16,4', '5,4')}", "bits 5; one of 3, 4, 8, 16"),
+        (f"{HEADER}\n{GOOD.replace('16,4', '7,4')}", "bits 7; one of 3, 4, 5, 6, 8, 16"),
         (f"{HEADER}\n{GOOD.replace('16,4', '16,0')}", "batch_size '0'"),
         (f"{HEADER}\n{GOOD.replace('2048', '2k')}", "h1 '2k'"),
         (f"{HEADER}\nT4,opt", "not as many fields"),
