@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -18,8 +17,6 @@ from llmpq.cli.common import (
     EXIT_DONE,
     EXIT_ERROR_ROWS,
     EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_TERMINATED,
     command_line,
     console,
     details,
@@ -33,12 +30,14 @@ from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.cli.terminal import TaskProgress
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import (
+    STOPS_OF_JOBS,
     JobOptions,
     OpenJob,
     Output,
     check_ids,
     finished_tally,
     open_output,
+    stop_code,
     stop_signals,
 )
 from llmpq.jobs.job_output import JobOutput
@@ -110,14 +109,14 @@ def _run(options: RunCommand, given: argparse.Namespace) -> int:
     if written.output_format is None and source.begins_with_batch_line():
         written = replace(written, default_format="openai")
     output = open_output(options.output, written, inputs)
-    with stop_signals() as seen:
+    with stop_signals(STOPS_OF_JOBS) as seen:
         try:
             with output:
                 return _run_job(options, plan, chosen, source, output, seen)
         except KeyboardInterrupt:
             kept = f"what was finished is kept{output.resume_hint()}"
             say(f"{options.prog}: interrupted; {kept}")
-            return EXIT_TERMINATED if signal.SIGTERM in seen else EXIT_INTERRUPTED
+            return stop_code(seen)
         except (StageLostError, HeadLostError) as error:
             say(f"{_failed(options.prog, str(error), output)}{details(error)}")
             return EXIT_FAILED

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmpq.cli.common import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, run_command, say
+from llmpq.cli.common import EXIT_DONE, run_command, say
 from llmpq.cli.parser import made, taken
 from llmpq.cli.run_options import NO_BATCHES, SERVE, ServeCommand, serve_parser
 from llmpq.cli.terminal import TaskProgress
-from llmpq.jobs.job import stop_signals
+from llmpq.jobs.job import stop_code, stop_signals
 from llmpq.plan import load_plan
 from llmpq.quality.calibration import with_calibrated
 from llmpq.run.checkpoint import model_of_run
@@ -61,7 +60,7 @@ def _serve(options: ServeCommand, given: argparse.Namespace) -> int:
         try:
             _run(options, given, serving, wanted)
         except KeyboardInterrupt:  # before the server listens, which then takes the signals
-            return EXIT_TERMINATED if signal.SIGTERM in seen else EXIT_INTERRUPTED
+            return stop_code(seen)
     return EXIT_DONE
 
 

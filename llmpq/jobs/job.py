@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -122,9 +123,16 @@ def open_output(name: str, options: OutputOptions, inputs: Sequence[AnyFile]) ->
         raise InputError(f"cannot write output {name}: {error.strerror}") from error
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a command in good order."""
+
+STOPS_OF_JOBS = (*STOPS, signal.SIGUSR1, signal.SIGHUP)
+"""Those that a job goes on after: also a scheduler's warning, and a terminal that is closed."""
+
+
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Have Ctrl-C and SIGTERM raise `KeyboardInterrupt`; gives the numbers of signals seen.
+def stop_signals(stops: Sequence[int] = STOPS) -> Iterator[list[int]]:
+    """Have the signals `stops` raise `KeyboardInterrupt`; gives the numbers of signals seen.
 
     A destructor swallows the exception, so that only its number in the list tells.
     """
@@ -132,17 +140,36 @@ def stop_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield seen
         return
+    terminals = list(filter(os.isatty, range(3)))
 
     def note(number: int, frame: FrameType | None) -> None:
         seen.append(number)
-        signal.default_int_handler(number, frame)
+        if number == signal.SIGHUP:
+            _write_nowhere(terminals)
+        if number in STOPS or seen.count(number) == 1:  # kernel and shell both tell of a hang-up
+            signal.default_int_handler(number, frame)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+    taken = [number for number in stops if not (ignored and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, note) for number in taken}
     try:
         yield seen
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def stop_code(seen: Sequence[int]) -> int:
+    """The exit code of a command that signals have stopped: 128 and the number of the signal."""
+    others = (number for number in seen if number != signal.SIGINT)
+    return 128 + next(others, signal.SIGINT)
+
+
+def _write_nowhere(numbers: Sequence[int]) -> None:
+    """Lead streams of a terminal that is gone to nowhere: writing there would be an error."""
+    with open(os.devnull, "r+b") as nowhere:
+        for number in numbers:
+            os.dup2(nowhere.fileno(), number)
 
 
 @dataclass(frozen=True)
