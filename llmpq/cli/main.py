@@ -73,6 +73,11 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
             "answer OpenAI's HTTP requests from a plan's stages",
             "llmpq-serve",
         ),
+        "recipe": Subcommand(
+            "recipe:main",
+            "recipe:recipe_parser",
+            "write what starts a plan's Ray by Slurm, KubeRay or ssh",
+        ),
         "demo": Subcommand(
             "demo:main",
             "demo:demo_parser",

@@ -93,7 +93,7 @@ def _check(options: RunCommand, given: argparse.Namespace) -> tuple[Plan | Fleet
     for each in plans_of(plan.spec):
         chosen.scheduling(each)  # refuses what the plan's policy does not have
     if options.cluster is not None:
-        _check_cluster(plan, options.cluster)
+        check_cluster(plan, options.cluster)
     return plan, chosen
 
 
@@ -251,7 +251,7 @@ def _generate(
     return EXIT_ERROR_ROWS if errors else EXIT_DONE
 
 
-def _check_cluster(plan: Plan | Fleet, path: str) -> None:
+def check_cluster(plan: Plan | Fleet, path: str) -> None:
     cluster = ClusterSpec.from_yaml(path)
     if isinstance(plan, Plan):
         fits = cluster.has_fingerprint(plan.spec.cluster_fingerprint)
