@@ -229,7 +229,7 @@ def _folders(host: Host) -> Iterator[Finding]:
         _folder("Ray's files", host.ray, "fails", "export RAY_TMPDIR=/a/short/path"),
         _folder("temporary files", host.temporary, "fails", "export TMPDIR=/another/folder"),
         _folder("cache", host.cache, "note", "export XDG_CACHE_HOME=/another/folder", ROOMY_BYTES),
-        _folder("home", host.home, "note", "export HF_HOME=/a/folder, for models by hub id", 0),
+        _folder("home", host.home, "note", "export HOME=/a/folder, for caches that last", 0),
     ]
     wrong = [each for each in found if each is not None]
     yield from wrong

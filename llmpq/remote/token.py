@@ -28,7 +28,9 @@ def token_file() -> Path | None:
 
 
 def make_token() -> None:
-    """Write a local Ray's token where Ray would, for this user alone, if there is none."""
+    """Write a local Ray's token where Ray would, for this user alone, if there is none. Where that
+    cannot be, as in a container whose user has no home, processes have it from their environment.
+    """
     try:
         path = token_file()
         if path is None or environ.get(_PATH) or not _uses_tokens():
@@ -37,7 +39,7 @@ def make_token() -> None:
         if not path.exists():
             _write_new(path, secrets.token_hex(TOKEN_BYTES))
     except (OSError, RuntimeError):  # RuntimeError: the user has no home
-        return
+        environ[_TOKEN] = secrets.token_hex(TOKEN_BYTES)
 
 
 def _write_new(path: Path, text: str) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import stat
+import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from time import sleep, time
 from typing import Any
@@ -138,14 +142,50 @@ class FileIdentity:
 
 
 def user_cache_folder() -> Path:
-    return _user_folder("XDG_CACHE_HOME", "~/.cache")
+    """That of XDG_CACHE_HOME, else of the user's home; where that cannot be written, as in many a
+    container, one among temporary files, with a warning. RuntimeError where there is none either.
+    """
+    named = _named_folder("XDG_CACHE_HOME")
+    if named is not None:
+        return named
+    with suppress(RuntimeError):  # no home is known
+        usual = Path("~/.cache").expanduser() / "llmpq"
+        if _can_be_made(usual):
+            return usual
+    return _temporary_cache()
 
 
 def user_state_folder() -> Path:
     """The folder of what a cache may not lose."""
-    return _user_folder("XDG_STATE_HOME", "~/.local/state")
+    named = _named_folder("XDG_STATE_HOME")
+    return named or Path("~/.local/state").expanduser() / "llmpq"
 
 
-def _user_folder(variable: str, usual: str) -> Path:
+def _named_folder(variable: str) -> Path | None:
     base = Path(os.environ.get(variable, ""))
-    return (base if base.is_absolute() else Path(usual).expanduser()) / "llmpq"
+    return base / "llmpq" if base.is_absolute() else None
+
+
+def _can_be_made(folder: Path) -> bool:
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return os.access(there, os.W_OK | os.X_OK)
+
+
+@cache
+def _temporary_cache() -> Path:
+    """One that this user's processes share, and nobody else can write: code of caches is run."""
+    try:
+        folder = Path(tempfile.gettempdir()) / f"llmpq-cache-{os.geteuid()}"
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+            folder = Path(tempfile.mkdtemp(prefix="llmpq-cache-"))
+    except OSError as error:
+        raise RuntimeError("no folder can be written, neither of a home nor a temporary") from error
+    warnings.warn(
+        f"there is no home folder that can be written; caches are kept in {folder}, and are gone "
+        "with it: name another in XDG_CACHE_HOME",
+        stacklevel=3,
+    )
+    return folder

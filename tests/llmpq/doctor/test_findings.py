@@ -174,11 +174,12 @@ def test_small_shared_memory_is_a_note_with_the_size_that_ray_wants() -> None:
 
 
 def test_a_home_that_cannot_be_written_stops_nothing() -> None:
-    locked = replace(HOST, home=Folder("/", False), cache=Folder("/.cache/llmpq", False))
-    found = wrong(replace(WITHOUT_GPU, host=replace(locked, has_entry=False, user_id=12345)))
-    assert [(each.subject, each.state) for each in found] == [("cache", "note"), ("home", "note")]
-    assert "XDG_CACHE_HOME" in str(found[0].remedy)
-    assert "HF_HOME" in str(found[1].remedy)
+    locked = replace(HOST, home=Folder("/", False), has_entry=False, user_id=12345)
+    found = only(replace(WITHOUT_GPU, host=locked), "note")
+    assert found == Finding("home", "note", "/ cannot be written", str(found.remedy))
+    assert "HOME=" in str(found.remedy)
+    named = replace(HOST, cache=Folder("/mnt/llmpq", False))
+    assert "XDG_CACHE_HOME" in str(only(replace(WITHOUT_GPU, host=named), "note").remedy)
 
 
 def test_a_folder_of_rays_that_cannot_be_written_stops_runs() -> None:

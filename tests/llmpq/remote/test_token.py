@@ -59,6 +59,21 @@ def test_a_token_that_is_there_stays(home: Path) -> None:
     assert os.listdir(home / ".ray") == ["auth_token"]
 
 
+@pytest.mark.parametrize("home_variable", ["/dev/null", None], ids=["locked", "unknown"])
+def test_a_user_whose_home_cannot_be_written_has_a_token_too(
+    home_variable: str | None, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "")  # so that it is put back
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a container's user without an entry
+    if home_variable is None:
+        monkeypatch.delenv("HOME")
+    else:
+        monkeypatch.setenv("HOME", home_variable)
+    make_token()
+    assert token_file() is None
+    assert len(bytes.fromhex(os.environ["RAY_AUTH_TOKEN"])) == 32
+
+
 def test_runs_that_start_at_once_share_one_token(home: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         seen = set(pool.map(lambda _: (make_token(), token_file().read_text())[1], range(8)))  # type: ignore[union-attr]

@@ -322,6 +322,7 @@ def test_folders_in_homes_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a container's user without a name
+    monkeypatch.setattr("tempfile.tempdir", "/dev/null")  # where no folder can be made
     with pytest.raises(SpecError, match="no home folder"):
         open_cache(CacheSettings())
 
