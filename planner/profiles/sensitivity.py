@@ -22,6 +22,7 @@ from planner.profiles.omega_file import (
     bare_array,
     check_falling,
     check_shape,
+    chosen_columns,
     nested,
     read_content,
 )
@@ -146,26 +147,22 @@ def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) ->
     path = Path(path)
     content = read_content(path)
     if not isinstance(content, Mapping):
-        matrix = bare_array(content, path, shape.layers, bitwidths)
-        check_falling(matrix, path, bitwidths)
-        return Omega(matrix, str(path))
-    if content and all(key.isdecimal() for key in content):
+        bits, full = bare_array(content, path, shape.layers, bitwidths)
+        content = {}
+    elif content and all(key.isdecimal() for key in content):
         bits, full = nested(content, path, shape.layers)
         content = {}
     else:
         bits, full = _named(content, path, shape)
     check_shape(full, path, (shape.layers, len(bits)))
     experts = _experts(content, path, shape, full)
-    missing = [str(wanted) for wanted in bitwidths if wanted not in bits]
-    if missing:
-        raise SpecError(
-            f"omega file {path} has no column for {', '.join(missing)} bits; has {bits}"
-        )
-    columns = [bits.index(wanted) for wanted in bitwidths]
-    chosen = full[:, columns]
+    rest = full if experts is None else full - experts
+    chosen = chosen_columns(rest, bits, bitwidths, path)
+    if experts is not None:
+        experts = chosen_columns(experts, bits, bitwidths, path)
+        chosen = chosen + experts
     check_falling(chosen, path, bitwidths)
     if experts is not None:
-        experts = experts[:, columns]
         check_falling(experts, f"{path}, field experts", bitwidths)
         rounded = _ROUNDED * float(chosen.max())
         check_falling(chosen - experts, f"{path}, matrix - experts", bitwidths, rounded)
@@ -173,7 +170,11 @@ def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) ->
     points = tuple(_points(content.get("points", []), path, measured))
     told = content.get("provenance")
     in_nats = isinstance(told, Mapping) and told.get("unit") == NATS
-    return Omega(chosen, f"{path}{_provenance_text(told)}", points, experts, in_nats)
+    source = f"{path}{_provenance_text(told)}"
+    unsaid = [str(each) for each in bitwidths if each not in bits]
+    if unsaid:
+        source += f"; {' and '.join(unsaid)} bit between its 4 and 8"
+    return Omega(chosen, source, points, experts, in_nats)
 
 
 def save_omega(path: str | Path, content: OmegaContent) -> None:

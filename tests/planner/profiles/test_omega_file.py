@@ -39,6 +39,25 @@ def test_plain_arrays_in_both_orders(suffix: str, order: list[int], tmp_path: Pa
     assert load_omega(path, SHAPE, (4, 16)).matrix == pytest.approx(MATRIX[:, [1, 3]], rel=1e-6)
 
 
+@pytest.mark.parametrize("form", ["bare", "layers"])
+def test_5_and_6_bit_lie_between_4_and_8_where_a_file_lacks_them(form: str, tmp_path: Path) -> None:
+    path, rows = tmp_path / "omega.json", MATRIX.tolist()
+    by_layer = {str(i): dict(zip(map(str, BITS), row, strict=True)) for i, row in enumerate(rows)}
+    path.write_text(json.dumps(rows if form == "bare" else by_layer))
+    found = load_omega(path, SHAPE, (3, 4, 5, 6, 8, 16))
+    assert found.matrix[:, [0, 1, 4, 5]] == pytest.approx(MATRIX)
+    four, five, six, eight = np.log(found.matrix[:, 1:5]).T
+    assert (four - five) / (four - eight) == pytest.approx(np.full(12, 0.37))
+    assert (four - six) / (four - eight) == pytest.approx(np.full(12, 0.68))
+    assert found.source.endswith("omega.json; 5 and 6 bit between its 4 and 8")
+    path.write_text(json.dumps([[3.0, 1.0, 0.0, 0.0]] * 12))
+    lossless = load_omega(path, SHAPE, (4, 6, 8, 16)).matrix
+    assert (lossless[:, 1] > 0.01).all(), "8 bit loses something, whatever a file says"
+    path.write_text(json.dumps({str(i): {"3": 1.0, "8": 0.1} for i in range(12)}))
+    with pytest.raises(SpecError, match="no column for 6 bits"):
+        load_omega(path, SHAPE, (6, 8))
+
+
 def test_layers_as_keys(tmp_path: Path) -> None:
     rows = {str(i): dict(zip(map(str, BITS), row, strict=True)) for i, row in enumerate(MATRIX)}
     path = tmp_path / "omega.json"
