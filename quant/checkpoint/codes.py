@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quant.checkpoint.stored_config import WORD_BITS
+from quant.checkpoint.stored_config import WORD_BITS, period_of
 from quant.common.errors import CheckpointError
 from quant.devices import row_blocks
 
 WORD_MASK = (1 << WORD_BITS) - 1
-_FIRST_PART, _SECOND_PART = 21, 11
-"""3-bit codes that start below bit 63 of 96, and those from there on: both parts fit an int64."""
 
 
 @dataclass(frozen=True)
@@ -72,31 +70,36 @@ class GroupCodes:
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes `[rows, n]` to int32 words `[rows, n * bits / 32]`; n has to fill whole words."""
-    rows = codes.shape[0]
-    if bits != 3:
-        shifts = torch.arange(0, WORD_BITS, bits)
-        words = (codes.long().view(rows, -1, WORD_BITS // bits) << shifts).sum(-1)
-        return words.to(torch.int32)
-    parts = codes.long().reshape(rows, -1, WORD_BITS)
-    shifts = 3 * torch.arange(_FIRST_PART)
-    low = (parts[..., :_FIRST_PART] << shifts).sum(-1)
-    high = (parts[..., _FIRST_PART:] << shifts[:_SECOND_PART]).sum(-1)
-    words = torch.stack((low, (low >> WORD_BITS) | (high << (WORD_BITS - 1)), high >> 1), dim=-1)
-    return words.to(torch.int32).view(rows, -1)
+    """Pack codes `[rows, n]` to int32 words `[rows, n * bits / 32]`, one code after another from
+    the lowest bit on; n has to fill whole words.
+    """
+    rows, period = len(codes), period_of(bits)
+    own = codes.long().reshape(rows, -1, period)
+    words = own.new_zeros(*own.shape[:2], period * bits // WORD_BITS)
+    for place in range(period):
+        word, bit = divmod(bits * place, WORD_BITS)
+        words[..., word] |= own[..., place] << bit
+        if bit + bits > WORD_BITS:
+            words[..., word + 1] |= own[..., place] >> WORD_BITS - bit
+    return words.bitwise_and_(WORD_MASK).to(torch.int32).view(rows, -1)
 
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Unpack codes uint8 `[rows, count]` from int32 words `[rows, ceil(count * bits / 32)]`."""
     words, rows = words.contiguous(), words.shape[0]
-    if bits != 3:
+    if WORD_BITS % bits == 0:
         shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
         codes = (words.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1)
         return codes.view(rows, -1)[:, :count].to(torch.uint8)
-    triples = torch.nn.functional.pad(words, (0, -words.shape[1] % 3)).long() & WORD_MASK
-    first, second, third = triples.view(rows, -1, 3).unbind(-1)
-    shifts = 3 * torch.arange(_FIRST_PART)
-    low = (first | (second << WORD_BITS)).unsqueeze(-1) >> shifts
-    high = ((second >> (WORD_BITS - 1)) | (third << 1)).unsqueeze(-1) >> shifts[:_SECOND_PART]
-    codes = torch.cat((low, high), dim=-1).bitwise_and_(7)
-    return codes.view(rows, -1)[:, :count].to(torch.uint8)
+    period = period_of(bits)
+    together = period * bits // WORD_BITS
+    held = torch.nn.functional.pad(words, (0, -words.shape[1] % together)).long() & WORD_MASK
+    held = held.view(rows, -1, together)
+    unpacked = torch.empty(*held.shape[:2], period, dtype=torch.uint8)
+    for place in range(period):
+        word, bit = divmod(bits * place, WORD_BITS)
+        code = held[..., word] >> bit
+        if bit + bits > WORD_BITS:
+            code |= held[..., word + 1] << WORD_BITS - bit
+        unpacked[..., place] = code.bitwise_and_((1 << bits) - 1)
+    return unpacked.view(rows, -1)[:, :count]

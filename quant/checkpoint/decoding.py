@@ -29,7 +29,7 @@ from quant.checkpoint.formats.tensors import (
     stored_part,
 )
 from quant.checkpoint.read_ahead import FileRange
-from quant.checkpoint.stored_config import StoredConfig, StoredLinear
+from quant.checkpoint.stored_config import WORD_BITS, StoredConfig, StoredLinear
 from quant.checkpoint.stored_tensors import StoredTensor
 from quant.checkpoint.tensor_files import SafetensorsFiles
 from quant.common.errors import CheckpointError
@@ -159,10 +159,10 @@ def _gptq(part: _Part, coded: CodedWeight, config: StoredConfig, kept: Rows) -> 
 
 def _gptq_zeros(qzeros: Tensor, bits: int, rows: int, offset: int) -> Tensor:
     """Unpack zeros uint8 `[out, groups]`. The offset is added as GPTQModel adds it: at 4 and 8 bit
-    to whole words, which undoes what its writer's subtraction borrowed, at 3 bit to each zero.
+    to whole words, which undoes what its writer's subtraction borrowed, else to each zero.
     """
     largest = (1 << bits) - 1
-    if bits != 3:
+    if WORD_BITS % bits == 0:
         every_field = (WORD_MASK // largest) * offset
         words = (qzeros.long() + every_field) & WORD_MASK
         wrapped = torch.where(words > WORD_MASK >> 1, words - WORD_MASK - 1, words)

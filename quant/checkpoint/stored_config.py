@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 from quant.common.errors import SpecError
-from quant.scheme import FULL_BITS
+from quant.scheme import AFFINE_BITS, FULL_BITS, NEAR_FULL_BITS
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 GPTQ_CONFIG_FILE = "quantize_config.json"
 CONFIG_KEY = "quantization_config"
 STORED_BITS = (3, 4, 8)
-"""Bitwidths of stored codes for which there are kernels."""
+"""Bitwidths of codes that other programs store, for which there are kernels."""
+
+OWN_BITS = (*AFFINE_BITS, NEAR_FULL_BITS)
+"""Those of llmpq's own format."""
 
 WORD_BITS = 32
 
@@ -187,7 +191,12 @@ class StoredConfig:
         return next((each for each in self.schemes if each.targets.have(module)), None)
 
 
+def period_of(bits: int) -> int:
+    """Codes that fill whole words, at the least."""
+    return WORD_BITS // gcd(WORD_BITS, bits)
+
+
 def bits_of_words(words: int, count: int) -> int | None:
     """The bits with which `count` codes fill so many words, or need them, the last not full."""
-    full = next((bits for bits in STORED_BITS if words * WORD_BITS == count * bits), None)
+    full = next((bits for bits in OWN_BITS if words * WORD_BITS == count * bits), None)
     return full or next((b for b in STORED_BITS if words == -(-count * b // WORD_BITS)), None)

@@ -29,6 +29,7 @@ from quant.checkpoint.stored_config import (
     MODELOPT,
     MOST_PATTERNS,
     NARROW_LAYOUT,
+    OWN_BITS,
     STORED_BITS,
     TORCHAO,
     WHOLE_ROW,
@@ -53,7 +54,8 @@ def _gptq(values: Mapping[str, Any], place: str) -> StoredConfig:
             f"{place}: its GPTQ weights are in format {layout:.40} of {words:.40} words; "
             f"{' and '.join(_ZERO_OFFSETS)} of int32 words can be read: {REMEDY}"
         )
-    bits = checked_bits(values.get("bits"), STORED_BITS, "GPTQ", place)
+    known = OWN_BITS if layout == NARROW_LAYOUT else STORED_BITS
+    bits = checked_bits(values.get("bits"), known, "GPTQ", place)
     size = checked_size(values.get("group_size", WHOLE_ROW), "group_size", place)
     modules = _modules(values.get("modules_in_block_to_quantize"), place)
     within = frozenset(_OF_LAYER.sub("", name) for name in modules)
@@ -63,7 +65,7 @@ def _gptq(values: Mapping[str, Any], place: str) -> StoredConfig:
         desc_act=bool(values.get("desc_act", False)),
         zero_offset=_ZERO_OFFSETS[layout],
         schemes=(
-            *_rules(values.get("dynamic"), bits, size, place),
+            *_rules(values.get("dynamic"), (bits, size), known, place),
             Scheme(Modules(not within, within=within), bits, size, symmetric=False),
         ),
     )
@@ -182,9 +184,12 @@ def _modules(value: Any, place: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _rules(given: Any, bits: int, size: int, place: str) -> Iterator[Scheme]:
+def _rules(
+    given: Any, usual: tuple[int, int], known: tuple[int, ...], place: str
+) -> Iterator[Scheme]:
     """Yield what rules of GPTQModel say of modules whose names match their patterns: other bits or
-    groups, or, behind `-:`, that they are left as they are. The first one that matches counts.
+    groups than `usual`, or, behind `-:`, that they are left as they are. The first one that matches
+    counts.
     """
     rules = {} if given is None else given
     if not isinstance(rules, Mapping) or len(rules) > MOST_PATTERNS:
@@ -202,6 +207,6 @@ def _rules(given: Any, bits: int, size: int, place: str) -> Iterator[Scheme]:
             continue
         own = change if isinstance(change, Mapping) else {}
         where = f"{place}: dynamic.{pattern:.40}"
-        own_bits = checked_bits(own.get("bits", bits), STORED_BITS, "GPTQ", where)
-        own_size = checked_size(own.get("group_size", size), "group_size", where)
+        own_bits = checked_bits(own.get("bits", usual[0]), known, "GPTQ", where)
+        own_size = checked_size(own.get("group_size", usual[1]), "group_size", where)
         yield Scheme(target, own_bits, own_size, symmetric=False)

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from quant.checkpoint.stored_config import (
     MODELOPT,
-    STORED_BITS,
+    OWN_BITS,
     TORCHAO,
     WHOLE_ROW,
     WORD_BITS,
@@ -135,7 +135,7 @@ def _gptq(parts: Parts) -> _Described:
     bits = by_zeros if columns is None else bits_of_words(words, columns)
     if bits is None:
         count, part = (rows, "qzeros") if columns is None else (columns, "qweight")
-        known = ", ".join(map(str, STORED_BITS))
+        known = ", ".join(map(str, OWN_BITS))
         parts.refuse(part, f"{count} codes fill so many words at none of {known} bits")
     columns = words * WORD_BITS // bits if columns is None else columns
     parts.check("scales", (groups, rows), *FLOATS)

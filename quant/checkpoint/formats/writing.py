@@ -17,9 +17,10 @@ from quant.checkpoint.stored_config import (
     COMPRESSED,
     GPTQ_METHOD,
     NARROW_LAYOUT,
+    OWN_BITS,
     STORED_BITS,
     WHOLE_ROW,
-    WORD_BITS,
+    period_of,
 )
 from quant.common.errors import SpecError
 from quant.scheme import FULL_BITS, GROUP_SIZES, GptqOptions, group_size
@@ -48,7 +49,7 @@ class WrittenLayout:
     options: GptqOptions = field(default_factory=GptqOptions)
 
     def __post_init__(self) -> None:
-        check_bits(self.method, (*self.bitwidths, *self.expert_bitwidths))
+        check_bits(self.method, (*self.bitwidths, *self.expert_bitwidths), self.options.narrow)
         below = [
             (index, name, shape)
             for index, name, shape in self.every()
@@ -104,17 +105,21 @@ class WrittenLayout:
         return METHODS[self.method].settings(self, sorted(own.union(plain)))
 
 
-def check_bits(method: str, bitwidths: Collection[int]) -> None:
-    """Raise SpecError where `method` cannot hold these bits, or there is nothing to quantize."""
+def check_bits(method: str, bitwidths: Collection[int], narrow: bool = False) -> None:
+    """Raise SpecError where `method`, or llmpq's own `narrow` format, cannot hold these bits, or
+    there is nothing to quantize.
+    """
     if {*bitwidths} <= {FULL_BITS}:
         raise SpecError("all layers have 16 bits: there is nothing to quantize; use the model")
-    known = (*METHODS[method].bits, FULL_BITS)
+    known = (*(OWN_BITS if narrow else METHODS[method].bits), FULL_BITS)
     other = sorted({*bitwidths}.difference(known))
     if other:
+        remedy = f"write --format {GPTQ_METHOD} or {COMPRESSED}"
+        if not {*other} <= {*STORED_BITS}:
+            remedy = "load the model as it is: plans of --rounding gptq and weighted have all bits"
         raise SpecError(
             f"{method} holds {' and '.join(map(str, known))} bit, and layers are to have "
-            f"{' and '.join(map(str, other))}; give bits among these, or write --format "
-            f"{GPTQ_METHOD} or {COMPRESSED}"
+            f"{' and '.join(map(str, other))}; give bits among these, or {remedy}"
         )
 
 
@@ -122,7 +127,7 @@ def fills_words(rows: int, columns: int, bits: int) -> bool:
     """Whether the codes of `columns` inputs and the zeros of `rows` outputs fill whole words, as
     kernels require.
     """
-    period = WORD_BITS if bits == 3 else WORD_BITS // bits
+    period = period_of(bits)
     return rows % period == 0 and columns % period == 0
 
 

@@ -17,7 +17,7 @@ from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.loader import linear_as_stored
 from quant.rounding.encoding import gptq_tensors
 from quant.rounding.gptq import gptq
-from quant.scheme import COLUMNS, ROWS, Cut, GptqOptions, Processor
+from quant.scheme import AFFINE_BITS, COLUMNS, ROWS, Cut, GptqOptions, Processor
 
 MODULE = "model.layers.0.mlp.down_proj"
 SHAPE = (32, 256)
@@ -81,7 +81,7 @@ def test_a_part_has_the_weights_of_the_whole(bits: int, cut: Cut, tmp_path: Path
     assert torch.equal(weight_of(checkpoint, bits, cut), whole[cut.index])
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", AFFINE_BITS)
 @pytest.mark.parametrize("cut", [*CUTS, Cut(COLUMNS, 80, 208, 256)], ids=str)
 def test_a_part_has_the_narrow_groups_of_the_whole(bits: int, cut: Cut, tmp_path: Path) -> None:
     checkpoint = saved_narrow(tmp_path, bits)
