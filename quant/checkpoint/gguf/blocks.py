@@ -1,4 +1,4 @@
-"""Blocks of 4-bit codes, which stages keep, and which linears of a file are stored so; no torch."""
+"""Blocks of 4- and 5-bit codes, which stages keep, and linears that are stored so; no torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Blocks = tuple[Array, Array, Array | None]
 stands for, float `[rows, groups]`, None where the MIDDLE code stands for 0.
 """
 
-BITS, GROUP, MIDDLE = 4, 32, 8
-_BESIDE_BITS = 8
+GROUP = 32
+BESIDE_BITS = 8
 
 
 def _q4_0(rows: Array) -> Blocks:
@@ -37,17 +37,42 @@ def _q4_1(rows: Array) -> Blocks:
     return _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2)
 
 
+def _q5_0(rows: Array) -> Blocks:
+    blocks = rows.reshape(len(rows), -1, 22)
+    codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return codes, _halves(blocks, 0), None
+
+
+def _q5_1(rows: Array) -> Blocks:
+    blocks = rows.reshape(len(rows), -1, 24)
+    codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    return codes, _halves(blocks, 0), _halves(blocks, 2)
+
+
 def _q4_k(rows: Array) -> Blocks:
-    """Eight groups share two halves, which 6-bit factors multiply, exactly in float32."""
     blocks = rows.reshape(len(rows), -1, 144)
+    codes = _nibbles(blocks[..., 16:].reshape(len(rows), -1, GROUP))
+    return codes, *_eight_groups(blocks)
+
+
+def _q5_k(rows: Array) -> Blocks:
+    """Bit g of a byte belongs to the column of that number in group g."""
+    blocks = rows.reshape(len(rows), -1, 176)
+    codes = _nibbles(blocks[..., 48:].reshape(len(rows), -1, GROUP))
+    upper = blocks[..., np.newaxis, 16:48] >> np.arange(8, dtype=np.uint8)[:, np.newaxis] & 1
+    return codes | (upper << 4).reshape(len(rows), -1), *_eight_groups(blocks)
+
+
+def _eight_groups(blocks: Array) -> tuple[Array, Array]:
+    """Eight groups share two halves, which 6-bit factors multiply, exactly in float32."""
     packed = np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12)
     scales, minima = gguf_library("Q4_K").quants.Q4_K.get_scale_min(packed)
     scale, low = (
         (_halves(blocks, at).astype(np.float32)[..., None] * own.reshape(*blocks.shape[:2], 8))
-        .reshape(len(rows), -1)
+        .reshape(len(blocks), -1)
         for at, own in ((0, scales), (2, minima))
     )  # fmt: skip
-    return _nibbles(blocks[..., 16:].reshape(len(rows), -1, GROUP)), scale, -low
+    return scale, -low
 
 
 def _nibbles(packed: Array) -> Array:
@@ -58,24 +83,40 @@ def _nibbles(packed: Array) -> Array:
     return codes.reshape(len(packed), -1)
 
 
+def _fifth_bits(packed: Array) -> Array:
+    """What the bits `[rows, n, 4]` add to codes `[rows, in]`."""
+    return np.unpackbits(packed, axis=-1, bitorder="little").reshape(len(packed), -1) << 4
+
+
 def _halves(blocks: Array, at: int) -> Array:
     return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0]
 
 
-CODES: Mapping[str, Callable[[Array], Blocks]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}
-"""By the type of blocks, which are rows of bytes."""
+CODES: Mapping[str, tuple[int, Callable[[Array], Blocks]]] = {
+    "Q4_0": (4, _q4_0),
+    "Q4_1": (4, _q4_1),
+    "Q4_K": (4, _q4_k),
+    "Q5_0": (5, _q5_0),
+    "Q5_1": (5, _q5_1),
+    "Q5_K": (5, _q5_k),
+}
+"""Bits of codes and how blocks, which are rows of bytes, are read, by their type. Groups of 16, as
+Q6_K has them, would take as many bytes as 8 bit in rows."""
 
 
-def _holds_codes(tensor: GgufTensor) -> bool:
-    """Whether a matrix is rows of such blocks, in whatever order."""
+def _bits_of_codes(tensor: GgufTensor) -> int | None:
+    """The bits of a matrix that is rows of such blocks, in whatever order."""
     types = {source.type_name for source in tensor.sources}
     is_moved = tensor.change != "none" or tensor.order == "keys and values"
-    return len(types) == 1 and types <= CODES.keys() and not is_moved
+    if len(types) > 1 or is_moved:
+        return None
+    bits, _ = CODES.get(types.pop(), (None, None))
+    return bits
 
 
 @lru_cache(maxsize=4)
 def stored_linears(index: GgufIndex) -> Mapping[str, StoredLinear]:
-    """How weights are stored in layers most of whose blocks are 4-bit codes; other blocks there are
+    """How weights are stored in layers most of whose blocks are such codes; other blocks there are
     held with 8 bit in rows. Those of other layers are decoded, and have the bits of a plan.
     """
     if "interleaved" in ARCHITECTURES[index.architecture].orders.values():
@@ -96,8 +137,11 @@ def stored_config(index: GgufIndex) -> StoredConfig | None:
             weights[tensor.sources[0].type_name] += math.prod(tensor.shape)
     if not weights:
         return None
-    keeps = bool(stored_linears(index))
-    bits, group = (BITS, GROUP) if keeps else (FULL_BITS, WHOLE_ROW)
+    kept = Counter[int]()
+    for name, own in stored_linears(index).items():
+        if own.bits != BESIDE_BITS:
+            kept[own.bits] += math.prod(index.tensors[name].shape)
+    bits, group = (kept.most_common(1)[0][0], GROUP) if kept else (FULL_BITS, WHOLE_ROW)
     return StoredConfig(bits, group, method=f"{GGUF} {weights.most_common(1)[0][0]}")
 
 
@@ -106,14 +150,16 @@ def _is_plain(tensor: GgufTensor) -> bool:
 
 
 def _of_layer(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, StoredLinear]]:
-    kept = {name for name, tensor in tensors.items() if _holds_codes(tensor)}
+    kept = {name: bits for name, each in tensors.items() if (bits := _bits_of_codes(each))}
     weights = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
     if 2 * sum(weights[name] for name in kept) <= sum(weights.values()):
         return
     for name, tensor in tensors.items():
-        other = _beside(name)
-        is_kept = name in kept and (other in kept or other not in tensors)
-        yield name, StoredLinear(*((BITS, GROUP) if is_kept else (_BESIDE_BITS, tensor.shape[1])))
+        other, bits = _beside(name), kept.get(name)
+        if bits is None or (other in tensors and kept.get(other) != bits):
+            yield name, StoredLinear(BESIDE_BITS, tensor.shape[1])
+        else:
+            yield name, StoredLinear(bits, GROUP)
 
 
 def _beside(name: str) -> str:

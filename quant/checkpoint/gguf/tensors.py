@@ -11,7 +11,7 @@ import torch
 
 from quant.checkpoint.coded_weights import BLOCKS, NUMBERS, CodedWeight
 from quant.checkpoint.codes import GroupCodes
-from quant.checkpoint.gguf.blocks import BITS, CODES, GROUP, MIDDLE, stored_linears
+from quant.checkpoint.gguf.blocks import BESIDE_BITS, CODES, GROUP, stored_linears
 from quant.checkpoint.gguf.folder import GgufIndex, GgufTensor, StoredPart
 from quant.checkpoint.gguf.header import BFLOAT16, UNPACKED, dequantize
 from quant.checkpoint.gguf.orders import Rows, row_order, untiled
@@ -68,7 +68,7 @@ class GgufTensors:
         linear, tensor = stored_linears(self._index).get(name), self._index.tensors[name]
         if linear is None:
             return None
-        form, (rows, columns) = BLOCKS if linear.bits == BITS else NUMBERS, tensor.shape
+        form, (rows, columns) = BLOCKS if linear.bits != BESIDE_BITS else NUMBERS, tensor.shape
         return CodedWeight(name.removesuffix(".weight"), form, Scheme(), (rows, columns), linear)
 
     def read_codes(self, coded: CodedWeight, kept: slice | list[int]) -> GroupCodes:
@@ -81,8 +81,9 @@ class GgufTensors:
         count, columns = len(rows), tensor.shape[1]
         codes = torch.empty(count, columns, dtype=torch.uint8)
         scales, lows = list[torch.Tensor](), list[torch.Tensor]()
+        bits, decode = CODES[tensor.sources[0].type_name]
         for block in ranges(count, max(1, _ELEMENTS_AT_ONCE // columns)):
-            own, each, low = CODES[tensor.sources[0].type_name](rows[block])
+            own, each, low = decode(rows[block])
             codes[block] = torch.from_numpy(own)
             scales.append(torch.from_numpy(each))
             lows += [] if low is None else [torch.from_numpy(low)]
@@ -90,9 +91,9 @@ class GgufTensors:
         found = GroupCodes(
             codes=codes,
             scale=scale,
-            zero=torch.full(scale.shape, 0 if lows else MIDDLE, dtype=torch.uint8),
+            zero=torch.full(scale.shape, 0 if lows else 1 << (bits - 1), dtype=torch.uint8),
             group_of_column=torch.arange(columns, dtype=torch.int32) // GROUP,
-            bits=BITS,
+            bits=bits,
             low=torch.cat(lows) if lows else None,
         )
         found.check_finite(f"tensor {coded.stem} in {self._index.paths[tensor.part]}")

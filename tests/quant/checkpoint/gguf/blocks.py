@@ -21,10 +21,11 @@ def coded(weights: Array, kind: str) -> Array:
         low = -8 * step
     else:
         span = grouped.max(1) - np.minimum(grouped.min(1), 0)
-        step = _steps(span, 13)
+        step = _steps(span, 29 if kind == "Q5_1" else 13)
         low = np.minimum(np.floor(grouped.min(1) / step), 0) * step
-    codes = np.clip(np.round((grouped - low[:, None]) / step[:, None]), 0, 15).astype(np.uint8)
-    blocks = {"Q4_0": _short, "Q4_1": _short, "Q4_K": _long}[kind](codes, step, low, kind)
+    codes = np.round((grouped - low[:, None]) / step[:, None])
+    codes = np.clip(codes, 0, 31 if kind == "Q5_1" else 15).astype(np.uint8)
+    blocks = (_long if kind == "Q4_K" else _short)(codes, step, low, kind)
     return blocks.reshape(*weights.shape[:-1], -1)
 
 
@@ -51,7 +52,9 @@ def _steps(span: Array, codes: int) -> Array:
 def _short(codes: Array, step: Array, low: Array, kind: str) -> Array:
     halves = (step,) if kind == "Q4_0" else (step, low)
     heads = [each.astype(np.float16).view(np.uint8).reshape(-1, 2) for each in halves]
-    half = GROUP // 2
+    if kind == "Q5_1":
+        heads.append(np.packbits(codes >> 4, axis=1, bitorder="little"))
+    half, codes = GROUP // 2, codes & 15
     return np.concatenate([*heads, codes[:, :half] | codes[:, half:] << 4], axis=1)
 
 

@@ -21,14 +21,15 @@ from tests.quant.checkpoint.gguf.test_gguf_weights import small_llama
 from tests.quant.checkpoint.gguf.written import Array, write_gguf
 
 KINDS = ("Q4_0", "Q4_1", "Q4_K")
+ALL_KINDS = (*KINDS, "Q5_0", "Q5_1", "Q5_K")
 LAYER = "model.layers.1"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_codes_stand_for_what_the_package_reads(kind: str, tmp_path: Path) -> None:
     """Blocks of any bytes but for their halves; also some rows, and queries in another order."""
     model, rng = small_llama(tmp_path / "original", hidden=256), np.random.default_rng(0)
-    halves = 1 if kind == "Q4_0" else 2
+    halves = 1 if kind.endswith("_0") else 2
 
     def encode(name: str, weights: Array) -> tuple[Array, gguf.GGMLQuantizationType]:
         if weights.ndim == 1:
@@ -45,16 +46,16 @@ def test_codes_stand_for_what_the_package_reads(kind: str, tmp_path: Path) -> No
         name = f"{LAYER}.{module}"
         wanted = checkpoint.read(f"{name}.weight")
         codes = checkpoint.read_codes(name, (rows, 256))
-        assert (codes.bits, codes.scale.shape) == (4, (rows, 8))
+        assert (codes.bits, codes.scale.shape) == (int(kind[1]), (rows, 8))
         assert torch.equal(codes.dequantize(), wanted)
         for kept in (slice(8, 100), [3, 200, 4]):
             assert torch.equal(
                 checkpoint.read_codes(name, (rows, 256), kept).dequantize(), wanted[kept]
             )
         canonical = to_canonical(codes).canonical
-        # Scales of Q4_K have 17 bits, of which 11 are held.
+        # Scales of Q4_K and Q5_K have 17 bits, of which 11 are held.
         error = (dequantize(canonical) - wanted).norm() / wanted.norm()
-        assert error < (3e-4 if kind == "Q4_K" else 1e-7)
+        assert error < (3e-4 if kind.endswith("K") else 1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,14 +95,15 @@ def test_what_stands_beside_codes_has_eight_bits(tmp_path: Path) -> None:
         found = checkpoint.coded(name.removesuffix(".weight"))
         bits[name] = None if found is None or found.linear is None else found.linear.bits
     kept = {"mlp.gate_proj": 4, "mlp.up_proj": 4, "self_attn.q_proj": 4, "self_attn.o_proj": 4}
-    kept |= {"mlp.down_proj": 8, "self_attn.v_proj": 8}
+    kept |= {"mlp.down_proj": 5, "self_attn.v_proj": 8}
     for layer in range(3):
         for name, own in kept.items():
             assert bits[f"model.layers.{layer}.{name}.weight"] == (own if layer < 2 else None)
         for name in ("self_attn.k_proj", "input_layernorm"):
             assert bits[f"model.layers.{layer}.{name}.weight"] is None
     assert bits["model.embed_tokens.weight"] is None
-    assert not checkpoint.has_codes(f"{LAYER}.mlp.down_proj")
+    assert checkpoint.has_codes(f"{LAYER}.mlp.down_proj")
+    assert not checkpoint.has_codes(f"{LAYER}.self_attn.v_proj")
 
 
 def test_gate_and_up_of_experts_are_held_alike(tmp_path: Path) -> None:
