@@ -56,6 +56,7 @@ from quant.scheme import (
     KV_BITWIDTHS,
     PLAN_ROUNDINGS,
     ROUNDINGS,
+    USUAL_BITS,
     WEIGHTED,
 )
 
@@ -133,7 +134,7 @@ class PlanOptions:
         within=AUTO_OR_COUNT,
     )
     bits: tuple[int, ...] = option(
-        BITWIDTHS, "bitwidths to choose from (default: all)", BITWIDTHS, within=BITS
+        BITWIDTHS, "bitwidths to choose from (default: 3 4 8 16)", USUAL_BITS, within=BITS
     )
     dtype: str = option((AUTO, *DTYPE_BYTES), "type to compute in", AUTO, within=DTYPES)
     objective: Objective = option(

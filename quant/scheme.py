@@ -25,7 +25,7 @@ AFFINE_BITS = (3, 4, 5, 6)
 
 BITWIDTHS = (*AFFINE_BITS, NEAR_FULL_BITS, FULL_BITS)
 USUAL_BITS = (3, 4, NEAR_FULL_BITS, FULL_BITS)
-"""Bitwidths that plans choose from and sensitivities are measured at where nothing is said."""
+"""Those that plans choose from and measurements take where nothing is said."""
 
 KV_BITWIDTHS = (8, FULL_BITS)
 WEIGHTED = "weighted"

@@ -175,9 +175,12 @@ def layer_bytes(shape: ModelShape) -> npt.NDArray[np.float64]:
     )
 
 
-def choose(omega: Matrix, setting: Setting, budget_bytes: float) -> Bits:
+def choose(
+    omega: Matrix, setting: Setting, budget_bytes: float, bitwidths: Sequence[int] = BITWIDTHS
+) -> Bits:
     """Bits of least summed `omega` `[L, K]` within the budget: one device that takes no time."""
-    nothing = np.zeros((1, len(BITWIDTHS)))
+    columns = [BITWIDTHS.index(bits) for bits in bitwidths]
+    nothing = np.zeros((1, len(bitwidths)))
     problem = AssignmentProblem(
         prefill_s=nothing,
         decode_s=nothing,
@@ -185,17 +188,17 @@ def choose(omega: Matrix, setting: Setting, budget_bytes: float) -> Bits:
         fixed_decode_s=nothing[:, 0],
         prefill_comm_s=nothing[:, 0],
         decode_comm_s=nothing[:, 0],
-        layer_bytes=setting.layer_bytes[None],
+        layer_bytes=setting.layer_bytes[None, columns],
         memory_bytes=np.array([budget_bytes]),
-        sensitivity=omega / omega.max(),
+        sensitivity=omega[:, columns] / omega.max(),
         theta=1.0,
-        bitwidths=BITWIDTHS,
+        bitwidths=tuple(bitwidths),
         prefill_micro_batches=1,
         decode_micro_batches=1,
         new_tokens=1,
     )
     found = solve_by("auto", problem, SolveOptions(relative_gap=0.0))
-    return tuple(BITWIDTHS[index] for index in found.bitwidth)
+    return tuple(bitwidths[index] for index in found.bitwidth)
 
 
 def indicators_of(setting: Setting, calibration: Windows) -> dict[str, Matrix]:

@@ -112,7 +112,7 @@ def print_goals(rows: Sequence[Row]) -> None:
 
 def print_choices(rows: Sequence[Row]) -> None:
     """The bits that were chosen, first layer first."""
-    letters = {3: "3", 4: "4", 8: "8", 16: "F"}
+    letters = {3: "3", 4: "4", 5: "5", 6: "6", 8: "8", 16: "F"}
     print("\nBits of each layer (F: 16):\n")
     print(header("share | by | bits"))
     for row in rows:

@@ -29,8 +29,8 @@ DEVICES = {
     "V100": (125.0, 900.0, 31.7),
     "A100": (312.0, 1555.0, 39.4),
 }
-SPARE_BYTES_PER_WEIGHT = {3: 0.03, 4: 0.03, 8: 0.01, 16: 0.0}  # scales and zeros
-SLOWDOWN = {3: 1.35, 4: 1.15, 8: 1.1, 16: 1.0}
+SPARE_BYTES_PER_WEIGHT = {3: 0.03, 4: 0.03, 5: 0.03, 6: 0.03, 8: 0.01, 16: 0.0}  # scales and zeros
+SLOWDOWN = {3: 1.35, 4: 1.15, 5: 1.25, 6: 1.2, 8: 1.1, 16: 1.0}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from quant.scheme import Processor
 from tests.actors.configs import CONFIGS, LAYERS
 from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
 
-MIXED_BITS = (4, 16, 3, 8, 4)
+MIXED_BITS = (5, 6, 3, 8, 4)
 SLOTS, MOST_TOKENS = 4, 30
 WIDE = LlamaConfig(
     vocab_size=199,

@@ -40,7 +40,7 @@ from tests.actors.models import save_tiny
 from tests.llmpq.quality.losses import by_transformers, token_text
 
 CPU = torch.device("cpu")
-MIXED_BITS = (4, 16, 3, 3, 4)
+MIXED_BITS = (6, 16, 3, 5, 4)
 CONFIGS = EVERY_CONFIG | SHARED_CONFIGS | STATE_CONFIGS
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 WIDE = LlamaConfig(

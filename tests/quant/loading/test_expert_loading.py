@@ -144,7 +144,7 @@ def load(folder: Path, config: Any, form: LayerForm, **others: Any) -> Layer:
     return layer
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4, 3])
+@pytest.mark.parametrize("bits", [16, 8, 6, 4, 3])
 @pytest.mark.parametrize("kind", ["each", "fused", "transposed", "mxfp4"])
 def test_experts_compute_what_transformers_does_with_their_weights(
     kind: str, bits: int, tmp_path: Path

@@ -60,7 +60,7 @@ def test_layouts_of_libraries_are_not_restored_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("config", [QWEN, OSS])
-@pytest.mark.parametrize("bits", [16, 8, 4, 3])
+@pytest.mark.parametrize("bits", [16, 8, 6, 4, 3])
 def test_hosted_experts_compute_what_experts_of_their_bits_do(
     config: object, bits: int, tmp_path: Path
 ) -> None:
