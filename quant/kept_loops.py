@@ -26,6 +26,9 @@ LONGEST_S = 60.0
 
 _LOOK_S = 0.05
 
+_PACKAGES = ("quant", "actors")
+"""Those whose classes write instructions for loops, and change from version to version."""
+
 _UNREADABLE = (OSError, RuntimeError, AttributeError, EOFError, ImportError, IndexError)
 """What reading a file raises that is gone, or was not written here."""
 
@@ -163,6 +166,9 @@ def described(what: Any, seen: tuple[int, ...] = ()) -> object:
         return what.co_code, what.co_names, constants
     if isinstance(what, ModuleType):
         return what.__name__
+    if isinstance(what, type) and what.__module__.partition(".")[0] in _PACKAGES:
+        methods = sorted((k, v) for k, v in vars(what).items() if isinstance(v, FunctionType))
+        return what.__qualname__, [described(method, seen) for _, method in methods]
     if isinstance(what, set | frozenset):
         return sorted(map(repr, what))
     return repr(what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Self
@@ -52,38 +53,50 @@ def _scales_on(
     return read_scales(packed.to(device, non_blocking=True).transpose(0, 1), bits)
 
 
-def _is_compiled(weight: Int4Pack | Int3Pack, x: torch.Tensor) -> bool:
-    is_narrow = weight.scales.dtype == torch.uint8 and _is_whole(weight.packed)
-    takes = int4_few.takes(weight.bits, x.shape[1], len(x))
-    return is_narrow and takes and is_compiled(x.shape[1] * len(weight.packed))
-
-
 @dataclass(frozen=True)
-class Int4Pack(CanonicalPacked):
+class _Blocks(CanonicalPacked):
+    packed: torch.Tensor
+    scales: torch.Tensor
+    group: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1]).contiguous()
+        if self._is_compiled(tokens):
+            out = int4_few.multiply(self.bits, tokens, self.packed, self.scales)
+        elif is_many(tokens, len(self.packed)):
+            out = self._multiply_many(tokens)
+        else:
+            out = self._multiply_few(tokens)
+        return out.view(*x.shape[:-1], len(self.packed))
+
+    def _is_compiled(self, x: torch.Tensor) -> bool:
+        is_narrow = self.scales.dtype == torch.uint8 and _is_whole(self.packed)
+        worth_it = is_narrow and is_compiled(x.shape[1] * len(self.packed))
+        return worth_it and int4_few.takes(self.bits, x.shape[1], len(x))
+
+    @abstractmethod
+    def _multiply_few(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _multiply_many(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
+        warm_up(in_features, len(self.packed))
+
+
+class Int4Pack(_Blocks):
     """4.5 bits a weight. `packed`: uint8 `[out, in / 2]`; `scales` as `pack_scales`; the kernel's
     convention, `(code - 8) * scale + zero`, is the canonical one.
     """
 
     bits: ClassVar[int] = 4
 
-    packed: torch.Tensor
-    scales: torch.Tensor
-    group: int
-
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
         scales = pack_scales(held_scales(canonical))
         return cls(pack_weight(canonical.codes), scales, canonical.group)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.reshape(-1, x.shape[-1]).contiguous()
-        many = is_many(tokens, len(self.packed))
-        multiply = self._multiply_many if many else self._multiply_few
-        return multiply(tokens).view(*x.shape[:-1], len(self.packed))
-
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
-        if _is_compiled(self, x):
-            return int4_few.multiply(self.bits, x, self.packed, self.scales)
         rows = len(self.packed)
         step = few_rows(x.shape[1], rows) if self.scales.dtype == torch.uint8 else rows
         if step == rows:
@@ -98,9 +111,6 @@ class Int4Pack(CanonicalPacked):
 
     def _parts(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
         return self.packed[block], kernel_scales(self.scales, block)
-
-    def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
-        warm_up(in_features, len(self.packed))
 
     def restored_for(self, x: torch.Tensor) -> torch.Tensor | None:
         if not _is_whole(self.packed):
@@ -119,8 +129,7 @@ _SCRATCH_BYTES = 1 << 20
 takes a quarter longer (for the calls), and twice as much gains nothing."""
 
 
-@dataclass(frozen=True)
-class Int3Pack(CanonicalPacked):
+class Int3Pack(_Blocks):
     """3.5 bits a weight in main memory, restored to 4 as they are read.
 
     A 3-bit code takes three of a nibble's four bits in the int4 kernel's layout, so that three
@@ -136,10 +145,6 @@ class Int3Pack(CanonicalPacked):
 
     bits: ClassVar[int] = 3
 
-    packed: torch.Tensor
-    scales: torch.Tensor
-    group: int
-
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
         codes = canonical.codes
@@ -151,15 +156,6 @@ class Int3Pack(CanonicalPacked):
         if not canonical.narrow:
             canonical = replace(canonical, scale=canonical.scale / 2)
         return cls(packed, pack_scales(held_scales(canonical)), canonical.group)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.reshape(-1, x.shape[-1]).contiguous()
-        many = is_many(tokens, len(self.packed))
-        multiply = self._multiply_many if many else self._multiply_few
-        return multiply(tokens).view(*x.shape[:-1], len(self.packed))
-
-    def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
-        warm_up(in_features, len(self.packed))
 
     def restored_for(self, x: torch.Tensor) -> torch.Tensor | None:
         if not _is_whole(self.packed):
@@ -173,8 +169,6 @@ class Int3Pack(CanonicalPacked):
         return _restored(_Scratch(columns, memory).restore(packed), (scale, zero), x)
 
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
-        if _is_compiled(self, x):
-            return int4_few.multiply(self.bits, x, self.packed, self.scales)
         rows, columns = len(self.packed), x.shape[1]
         step = min(whole_blocks(2 * _SCRATCH_BYTES // columns), whole_blocks(rows))
         scratch = _Scratch(columns, _MEMORY.words(_Scratch.words(step, columns)))

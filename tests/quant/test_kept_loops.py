@@ -53,6 +53,24 @@ def test_globals_that_a_loop_names_are_part_of_it(monkeypatch: pytest.MonkeyPatc
     assert described(_loop(3)) != before
 
 
+class _Writer:
+    def instructions(self) -> int:
+        return 1
+
+
+def _other_instructions(writer: _Writer) -> int:
+    return 2
+
+
+def test_methods_that_write_instructions_are_part_of_a_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_Writer, "__module__", "quant.backends.any")
+    before = described(lambda: _Writer().instructions())
+    monkeypatch.setattr(_Writer, "instructions", _other_instructions)
+    assert described(lambda: _Writer().instructions()) != before
+
+
 def test_nothing_is_taken_where_others_may_write_or_files_are_damaged(folder: Path) -> None:
     _run(3)
     folder.chmod(0o777)

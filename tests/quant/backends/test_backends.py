@@ -156,10 +156,17 @@ def int3pack_and_twin(rows: int, columns: int) -> tuple[Int3Pack, Int4Pack]:
     return Int3Pack.from_canonical(canonical), Int4Pack.from_canonical(doubled)
 
 
+@pytest.fixture
+def library_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have few tokens multiplied by torch's kernel."""
+    monkeypatch.setattr(int4_few, "takes", lambda bits, columns, tokens: False)
+
+
 @pytest.mark.parametrize(
     ("rows", "columns"), [(16, 32), (48, 96), (64, 64), (208, 320), (1104, 2048), (64, 40960)]
 )
-@pytest.mark.parametrize("tokens", [int4_few.MOST_TOKENS[3] + 1, 130])
+@pytest.mark.parametrize("tokens", [5, 130])
+@pytest.mark.usefixtures("library_alone")
 def test_int3pack_restores_the_int4_layout_bit_by_bit(rows: int, columns: int, tokens: int) -> None:
     packed, twin = int3pack_and_twin(rows, columns)
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(9)).bfloat16()
@@ -169,26 +176,42 @@ def test_int3pack_restores_the_int4_layout_bit_by_bit(rows: int, columns: int, t
 
 @pytest.mark.skipif(not layout_is_known() or not has_numba(), reason="needs AVX-512 and numba")
 @pytest.mark.parametrize("kind", [Int3Pack, Int4Pack])
-@pytest.mark.parametrize(("rows", "columns"), [(320, 576), (128, 1536), (64, 4096)])
+@pytest.mark.parametrize("pairs", [True, False])
 def test_few_tokens_with_narrow_scales_against_float64(
-    kind: type[Int3Pack | Int4Pack], rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+    kind: type[Int3Pack | Int4Pack], pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Off by a rounding to the activations' type, and by sums in float32 of whole codes."""
-    generator = torch.Generator().manual_seed(columns)
-    weight = torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 0, rows)[:, None]
-    canonical = quantize(weight + 0.01, kind.bits)
-    packed, meant = kind.from_canonical(canonical), dequantize(canonical).double()
-    terms = (1 << kind.bits) * canonical.scale.double().amax(-1)
-    for tokens in range(1, int4_few.MOST_TOKENS[kind.bits] + 1):
-        x = torch.randn(tokens, columns, generator=generator).bfloat16()
-        exact, sizes = x.double() @ meant.t(), x.double().abs().sum(-1, keepdim=True)
-        limit = 2**-8 * exact.abs() + 4 * 2**-24 * sizes * terms
-        for threads in (1, 2):
+    """Off by a rounding to the activations' type, and by sums in float32 of codes that 128 is added
+    to. Of 13 tokens three of the last eight are none.
+    """
+    if pairs and not int4_few.multiplies_pairs():
+        pytest.skip("this CPU has no products of pairs")
+    monkeypatch.setattr(int4_few, "multiplies_pairs", lambda: pairs)
+    for rows, columns in ((320, 576), (64, 4096)):
+        generator = torch.Generator().manual_seed(columns)
+        weight = torch.randn(rows, columns, generator=generator)
+        weight *= torch.logspace(-2, 0, rows)[:, None]
+        canonical = quantize(weight + 0.01, kind.bits)
+        packed, meant = kind.from_canonical(canonical), dequantize(canonical).double()
+        terms = (128 + (1 << kind.bits)) * canonical.scale.double().amax(-1)
+        for tokens, threads in ((2, 1), (13, 2)):
             monkeypatch.setattr(torch, "get_num_threads", partial(int, threads))
+            x = torch.randn(tokens, columns, generator=generator).bfloat16()
             out = int4_few.multiply(kind.bits, x, packed.packed, packed.scales)
+            exact, sizes = x.double() @ meant.t(), x.double().abs().sum(-1, keepdim=True)
+            limit = 2**-8 * exact.abs() + 2**-24 * sizes * terms
             assert ((out.double() - exact).abs() <= limit).all()
 
 
+@pytest.mark.parametrize(("tokens", "most"), [(63, True), (64, False)])
+def test_more_tokens_are_left_to_decoded_rows(
+    tokens: int, most: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int4_few, "multiplies_pairs", lambda: True)
+    assert int4_few.takes(4, 576, tokens) == most
+    assert not int4_few.takes(3, 96, 1)  # a quarter is no whole run
+
+
+@pytest.mark.usefixtures("library_alone")
 def test_int3pack_keeps_no_more_scratch_memory_than_it_says() -> None:
     for columns in (64, 40960, 1024):
         int3pack_and_twin(128, columns)[0].forward(torch.zeros(5, columns, dtype=torch.bfloat16))
@@ -196,6 +219,7 @@ def test_int3pack_keeps_no_more_scratch_memory_than_it_says() -> None:
     assert held.nbytes <= 1.75 * max(1 << 20, 64 * 40960 // 2)
 
 
+@pytest.mark.usefixtures("library_alone")
 def test_int3pack_scratch_memory_serves_other_threads_and_inference_mode() -> None:
     cases = [int3pack_and_twin(rows, 512) for rows in (64, 640, 1280, 2560)]
     x = torch.randn(5, 512).bfloat16()
