@@ -199,7 +199,7 @@ INTERVAL_S = 0.5
 BOUNDARIES_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 LATENCY_BOUNDARIES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 
-_STAGE = ("stage", "device", "job")
+_STAGE = ("stage", "device", "run")
 _PHASE = (*_STAGE, "phase")
 
 

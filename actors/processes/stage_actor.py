@@ -41,6 +41,7 @@ from actors.transport.pipelines import (
 from actors.transport.rendezvous import CONTROL, Rendezvous
 from planner.scheduling import RequestSchedule
 from quant.common.errors import StageLostError
+from quant.common.text import in_ascii
 from quant.rounding.importance import LayerImportance
 from quant.rounding.importance_store import ImportanceStore
 
@@ -134,8 +135,8 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
     def _publish(self) -> None:
         tags = {
             "stage": str(self._spec.index),
-            "device": self._spec.device_name,
-            "job": self._meter.options.job,
+            "device": in_ascii(self._spec.device_name),
+            "run": in_ascii(self._meter.options.job),
         }
         new_latencies = self._latencies.new_seconds
         samples = self._spec.has_head

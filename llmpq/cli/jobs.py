@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     given = parser.parse(arguments)
     if given.command == "show":
         return run_command(prog, lambda: _show(made(ShowCommand, given)))
+    if given.command == "dashboard":
+        return run_command(prog, _dashboard)
     if given.command == "serve":
         return run_command(prog, lambda: _serve(made(ServePagesCommand, given)))
     options = made(ListCommand, given)
@@ -113,7 +116,7 @@ def jobs_parser(prog: str | None = PROG) -> Parser:
         prog, _DESCRIPTION, tuple(f"%(prog)s {each}" for each in (_SHOW, _LIST, _SERVE))
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="show|list|serve", title="commands"
+        dest="command", required=True, metavar="show|list|serve|dashboard", title="commands"
     )
     show = commands.add_parser(
         "show",
@@ -136,6 +139,12 @@ def jobs_parser(prog: str | None = PROG) -> Parser:
         examples=("%(prog)s" + _SERVE.removeprefix("serve"),),
     )
     serve.declare({"where to look": "folder depth", "where": "host port"}, ServePagesCommand)
+    commands.add_parser(
+        "dashboard",
+        help="a dashboard for Grafana, over the metrics that Prometheus has of runs and servers",
+        description="Print a dashboard for Grafana, which imports it as JSON.",
+        examples=("%(prog)s > llmpq.json",),
+    )
     return parser
 
 
@@ -225,6 +234,12 @@ def _serve(options: ServePagesCommand) -> int:
         _say(f"jobs in {options.folder} at {server.address}; Ctrl-C ends it")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+    return EXIT_DONE
+
+
+def _dashboard() -> int:
+    found = resources.files("llmpq.report") / "templates" / "dashboard.json"
+    sys.stdout.write(found.read_text(encoding="utf-8"))
     return EXIT_DONE
 
 

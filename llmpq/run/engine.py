@@ -61,7 +61,7 @@ class CheckedModel:
         found = model_of_run(spec, options, source)
         self._replicas = () if isinstance(spec, PlanSpec) else spec.replicas
         self.plan = self._first_plan = found.plan
-        self.options, self._job = options, job
+        self.options, self.job = options, job
         self.listener: OnEvent = ignore_event
         self._importance: ImportanceStore | None = None
         self._adapter, self.adapters = found.adapter, adapter_folders(found.adapters)
@@ -133,7 +133,7 @@ class CheckedModel:
         group_options = GroupOptions(
             cache=self.options.cache,
             transport=options.transport,
-            telemetry=TelemetryOptions(self._job, trace=options.trace is not None),
+            telemetry=TelemetryOptions(self.job, trace=options.trace is not None),
             recovery=recovery or options.recovery,
             on_event=on_event,
             policy=options.scheduling(plan),

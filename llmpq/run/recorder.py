@@ -19,6 +19,7 @@ from llmpq.jobs.row_database import Tally
 from llmpq.report.formatting import bit_runs
 from llmpq.rows.results import Result
 from llmpq.run.meter import INTERVAL_S, RunState
+from llmpq.run.metrics import RunMetrics
 from llmpq.run.run import Run
 from llmpq.run.summary import mean_s, planned_latency, planned_tokens_per_s
 from llmpq.version import llmpq_version
@@ -155,12 +156,20 @@ class RunRecorder:
 
 @contextmanager
 def recorded(run: Run, session: SessionOf | None) -> Iterator[RunRecorder]:
-    """Keep the journal of a run, also of how it is left; where there is no `session`, of none."""
+    """Keep the journal of a run, also of how it is left; where there is no `session`, of none.
+
+    What a journal is told, Ray's metrics are told too.
+    """
     if session is None:
         yield RunRecorder(lambda entry: None, _NOBODY, undivided(run.plan))
         return
-    writer = journal.JournalWriter(session.path)
-    recorder = RunRecorder(writer.note, session, undivided(run.plan))
+    writer, metrics = journal.JournalWriter(session.path), RunMetrics(run.name)
+
+    def note(entry: journal.Entry) -> None:
+        writer.note(entry)
+        metrics.note(entry)
+
+    recorder = RunRecorder(note, session, undivided(run.plan))
     run.on_state.append(recorder.see)
     run.on_plan.append(recorder.change_plan)
     run.on_event.append(recorder.tell)

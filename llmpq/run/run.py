@@ -91,6 +91,11 @@ class Run:
         found = (self.sampling.note, self.sampling.limit_note)
         return (*self._shared.notes, *filter(None, found))
 
+    @property
+    def name(self) -> str:
+        """What metrics call it."""
+        return self._shared.job
+
     def close(self) -> None:
         """End tokenizing and predicting, where results were not asked for to the end."""
         self._shared.end_run()

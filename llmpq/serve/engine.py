@@ -38,13 +38,16 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class QueueState:
-    """Generations that wait and that have one of the `slots`, and token slots of the KV cache."""
+    """Generations that wait and that have one of the `slots`, token slots of the KV cache, and what
+    the plans of what is loaded predict (0: nothing).
+    """
 
     waiting: int
     running: int
     slots: int
     kv_tokens_used: int
     kv_tokens: int
+    planned_tokens_per_s: float = 0.0
 
 
 class PromptError(Exception):

@@ -9,8 +9,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from actors.recovery.policy import RecoveryEvent
 from llmpq.serve.access import CLIENT_GONE
 from llmpq.serve.engine import EngineStoppingError, QueueState
+from quant.common.text import in_ascii
 
 CANCELLED = "cancelled"
 """How answers end whose client has gone, or does not read."""
@@ -121,6 +123,8 @@ class ServeMetrics:
         self._tokens = self._made(Counter, "tokens", "Tokens of prompts and of answers", "of")
         self._under_way = self._made(Gauge, "answers_under_way", "Answers by state", "state")
         self._kv_tokens = self._made(Gauge, "kv_tokens", "Token slots of the KV cache", "state")
+        self._planned = self._made(Gauge, "planned_tokens_per_s", "Tokens/s by the plan")
+        self._events = self._made(Counter, "events", "Faults of stages and repairs", "kind")
 
     def _made(self, kind: type[Counter | Gauge], name: str, text: str, *labels: str) -> Instrument:
         own = kind(_PREFIX + name, text, labels, registry=self._registry)
@@ -137,7 +141,7 @@ class ServeMetrics:
 
         of_ray = getattr(metrics, kind.__name__)
         made = of_ray(_PREFIX + name, text, *more, tag_keys=(*labels, _MODEL))
-        return made.set_default_tags({_MODEL: self._model})
+        return made.set_default_tags({_MODEL: in_ascii(self._model)})
 
     def timer(self, arrived_s: float | None) -> AnswerTimer:
         """A timer of one answer to a request whose body arrived at `arrived_s` of the clock; None
@@ -147,6 +151,10 @@ class ServeMetrics:
 
     def count_request(self, address: str, status: str) -> None:
         self._requests.note(1, address=address, status=status)
+
+    def count_event(self, event: RecoveryEvent) -> None:
+        """Count a fault or a repair; from any thread."""
+        self._events.note(1, kind=event.kind)
 
     def count_prompts(self, tokens: int) -> None:
         self._tokens.note(tokens, of="prompts")
@@ -161,6 +169,7 @@ class ServeMetrics:
         self._under_way.note(queue.running, state="running")
         self._kv_tokens.note(queue.kv_tokens_used, state="used")
         self._kv_tokens.note(queue.kv_tokens, state="all")
+        self._planned.note(queue.planned_tokens_per_s)
 
     def _note_answer(self, timer: AnswerTimer) -> None:
         self._answers.note(1, outcome=timer.outcome)

@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from actors.messages import Progress, Request
+from actors.recovery.policy import OnEvent, RecoveryEvent
 from llmpq.lengths.predictor import Prompt
 from llmpq.lengths.sources import wait_loaded
 from llmpq.run.engine import CheckedModel
 from llmpq.run.expected_lengths import NO_PREDICTOR, ExpectedLengths
 from llmpq.run.options import RunOptions
+from llmpq.run.summary import planned_tokens_per_s
 from llmpq.serve.engine import (
     EngineLimits,
     EngineStatus,
@@ -61,7 +63,10 @@ class PipelineEngine:
         forks: WorkerForks | None = None,
     ) -> None:
         model = self._model = CheckedModel(spec, options, source)
-        model.listener = lambda event: _LOG.warning("%s: %s", event.kind, event.text)
+        self.on_event: list[OnEvent] = [
+            lambda event: _LOG.warning("%s: %s", event.kind, event.text)
+        ]
+        model.listener = self._note_event
         self.notes = model.notes
         check = model.check_loads(forks)
         model.load_importance()
@@ -147,7 +152,12 @@ class PipelineEngine:
             slots=sum(room.global_batch for room in rooms),
             kv_tokens_used=sum(self._reserved[each] for each in self._running),
             kv_tokens=sum(room.kv_tokens for room in rooms),
+            planned_tokens_per_s=sum(planned_tokens_per_s(each) or 0 for each in self._ready_plans),
         )
+
+    def _note_event(self, event: RecoveryEvent) -> None:
+        for told in self.on_event:
+            told(event)
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         live = self._live

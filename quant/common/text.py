@@ -55,6 +55,11 @@ def printable(text: str, most: int | None = None) -> str:
     )
 
 
+def in_ascii(text: str) -> str:
+    """The text with escapes for what is no ASCII, which alone Ray's metrics take as tags."""
+    return text.replace("…", "...").encode("ascii", "backslashreplace").decode()
+
+
 def without_secrets(text: str) -> str:
     for name in SECRET_VARIABLES:
         value = os.environ.get(name, "")

@@ -16,14 +16,21 @@ import ray
 from actors.messages import Request, Sampling
 from actors.processes.meter import TelemetryOptions
 from actors.processes.observer import ClockOffset, Observer
+from actors.recovery.policy import RecoveryEvent
 from actors.stage_figures import LayersLoaded
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan, Workload
+from llmpq.jobs.journal import ProgressPoint
 from llmpq.run.meter import RunMeter, RunState
+from llmpq.run.metrics import RunMetrics
 from llmpq.run.monitor import LoadingState, monitored
+from llmpq.serve.engine import QueueState
+from llmpq.serve.metrics import ServeMetrics
 from planner.plan.simulate import simulate_plan
 from tests.actors.models import random_prompts
 from tests.llmpq.conftest import BATCH, EMULATED, NEW_TOKENS, PROMPT_LENGTH
+from tests.llmpq.made_journals import BEGAN, START, died, failed_rows
+from tests.llmpq.report.test_dashboard import metrics_in, queries
 
 PROMPTS = 12
 JOB = "watched"
@@ -121,6 +128,44 @@ def test_a_run_that_is_interrupted_leaves_a_trace(
     assert all(_computed(spans) for spans in spans_of(path).values())
 
 
+def scraped_names() -> dict[str, set[str]]:
+    """The names of the node's metrics of llmpq, as Prometheus sees them, with their labels."""
+    port = ray.nodes()[0]["MetricsExportPort"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found: dict[str, set[str]] = {}
+    for line in (each for each in lines if each.startswith("ray_llmpq_")):
+        name, _, rest = line.partition("{")
+        found.setdefault(name, set()).update(re.findall(r'(\w+)="', rest))
+    return found
+
+
+def test_prometheus_gets_what_the_dashboard_shows(group: StageGroup) -> None:
+    """Driver, stages and server tell all that its queries name, under the same labels."""
+    assert sum(len(finished) for finished in group.generate(requests())) == PROMPTS
+    told, served = RunMetrics("driver"), ServeMetrics("served")
+    served.count_request("/v1/completions", "200")
+    served.count_prompts(3)
+    served.count_event(RecoveryEvent("died", 0, 0.5, "stage 0 died"))
+    with served.timer(served.clock()) as timer:
+        timer.note_token()
+        timer.note_token()
+        timer.outcome = "stop"
+    rare = {"ray_llmpq_outgrown_reservations_total", "ray_llmpq_shared_prompt_tokens_total"}
+    named = [each for query in queries() for each in metrics_in(query).items()]
+    wanted = {name: labels for name, labels in named if name not in rare}
+    entries = (START, died(BEGAN), failed_rows(BEGAN, 2), ProgressPoint(BEGAN, 1, 2, 3, 4, 5))
+    deadline = time.monotonic() + 300
+    found: dict[str, set[str]] = {}
+    while any(not labels <= found.get(name, set()) for name, labels in wanted.items()):
+        for entry in entries:
+            told.note(entry)  # what is told before Ray's agent has begun is forgotten
+        served.observe(QueueState(0, 0, 1, 0, 1))
+        assert time.monotonic() < deadline, {n: (wanted[n], found.get(n)) for n in wanted}
+        time.sleep(0.1)
+        found = scraped_names()
+
+
 def scraped(job: str) -> dict[tuple[str, str, str, str], float]:
     """Values of the node's metrics by name, stage, phase, and state or kind."""
     port = ray.nodes()[0]["MetricsExportPort"]
@@ -128,7 +173,7 @@ def scraped(job: str) -> dict[tuple[str, str, str, str], float]:
         text = answer.read().decode()
     found = {}
     for line in text.splitlines():
-        if line.startswith("ray_llmpq_") and f'job="{job}"' in line:
+        if line.startswith("ray_llmpq_") and f'run="{job}"' in line:
             name, rest = line.split("{", 1)
             tags = dict(re.findall(r'(\w+)="([^"]*)"', rest))
             kind = tags.get("state", tags.get("kind", tags.get("le", "")))

@@ -144,7 +144,7 @@ def test_how_a_session_ended(
 ) -> None:
     given_up: list[str] = []
     run: Any = SimpleNamespace(
-        plan=plan.spec, on_state=[], on_plan=[], on_event=[], give_up=given_up.append, rows=None
+        plan=plan.spec, on_state=[], on_plan=[], on_event=[], give_up=given_up.append, name="run"
     )
     run.rows, run.latencies = SimpleNamespace(tokens=77), NO_LATENCIES
     session = replace(SESSION, path=tmp_path / "job.journal")
