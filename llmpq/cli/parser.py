@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
     and never takes a shortened option. What is parsed has only what was given.
 
     `examples` are commands with `%(prog)s` as their name; `rules` say which options others make
-    useless.
+    useless. `command`: the name of what stands behind `--`, where anything may.
     """
 
     def __init__(
@@ -43,9 +43,10 @@ class Parser(argparse.ArgumentParser):
         description: str | None = None,
         examples: Sequence[str] = (),
         rules: Sequence[Rule] = (),
+        command: str | None = None,
         **options: Any,
     ) -> None:
-        self.rules = tuple(rules)
+        self.rules, self._command = tuple(rules), command
         title = "example" if len(examples) == 1 else "examples"
         shown = [f"{title}:", *(f"  {each}" for each in examples)] if examples else []
         options.setdefault("epilog", "\n".join(shown) or None)
@@ -113,9 +114,15 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """The options that were given, by name; leaves as `refuse_ignored`."""
-        options, unknown = self.parse_known_args(arguments)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        end = len(words)
+        if self._command is not None and "--" in words:
+            end = words.index("--")
+        options, unknown = self.parse_known_args(words[:end])
         if unknown:
             self.error(self._unknown(unknown))
+        if self._command is not None:
+            setattr(options, self._command, words[end + 1 :])
         self.refuse_ignored(options)
         for action in self._subcommands():
             action.choices[getattr(options, action.dest)].refuse_ignored(options)

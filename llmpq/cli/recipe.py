@@ -28,23 +28,17 @@ _DESCRIPTION = """
 Write what starts Ray on the machines of a cluster file, with the devices that a plan uses, and
 runs a command there. The command stands behind --, as it would be entered on one of the machines.
 """
-_EXAMPLES = (
-    "%(prog)s slurm cluster.yaml -o job.sh -- run --plan plan.json \\\n"
-    "      --input prompts.jsonl --output results.jsonl",
-    "%(prog)s kuberay cluster.yaml --image IMAGE -o job.yaml -- run --plan plan.json \\\n"
-    "      --input /data/prompts.jsonl --output /data/results.jsonl",
-    "%(prog)s ssh cluster.yaml -o lab.sh -- serve --plan plan.json",
-)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of recipe: its options in the order of the help, and what writes it."""
+    """A kind of recipe: its options in the order of the help, what writes it, and an example."""
 
     options: type[RecipeOptions]
     names: str
     help: str
     write: Callable[[Recipe, Any], str]
+    example: str
 
 
 def _write_ssh(recipe: Recipe, options: SshOptions) -> str:
@@ -58,45 +52,54 @@ KINDS = {
         f"{_COMMON} time partition by_name gpu_label bin tls",
         "a script for sbatch, which is queued again until its job is done",
         slurm_script,
+        "cluster.yaml -o job.sh -- \\\n"
+        "      run --plan plan.json --input prompts.jsonl --output results.jsonl",
     ),
     "kuberay": Kind(
         KubeRayOptions,
         f"{_COMMON} image claim mount gpu_label tls",
         "manifests for Kubernetes with KubeRay",
         kuberay_file,
+        "cluster.yaml --image IMAGE -o job.yaml -- run \\\n"
+        "      --plan plan.json --input /data/prompts.jsonl --output /data/out.jsonl",
     ),
     "ssh": Kind(
         SshOptions,
         f"{_COMMON} ray_up user port bin tls",
         "a script for machines that ssh reaches by the names of the cluster file",
         _write_ssh,
+        "cluster.yaml -o lab.sh -- serve --plan plan.json",
     ),
 }
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    behind = given.index("--") if "--" in given else len(given)
-    options = recipe_parser(prog).parse(given[:behind])
-    return run_command(prog, lambda: _write(options, given[behind + 1 :]))
+    given = recipe_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _write(given))
 
 
 def recipe_parser(prog: str | None = PROG) -> Parser:
-    parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
+    examples = [f"%(prog)s {name} {kind.example}" for name, kind in KINDS.items()]
+    parser = Parser(prog, _DESCRIPTION, examples, command="words")
     commands = parser.add_subparsers(
         dest="kind", required=True, metavar="|".join(KINDS), title="kinds"
     )
     for name, kind in KINDS.items():
-        each = commands.add_parser(name, help=kind.help, description=_DESCRIPTION)
+        each = commands.add_parser(
+            name,
+            help=kind.help,
+            description=_DESCRIPTION,
+            examples=[f"%(prog)s {kind.example}"],
+        )
         each.declare({"what is written": kind.names}, kind.options)
     return parser
 
 
-def _write(given: argparse.Namespace, words: Sequence[str]) -> int:
+def _write(given: argparse.Namespace) -> int:
     kind = KINDS[given.kind]
     options = made(kind.options, given)
     target = None if options.output is None else target_file(options.output)
-    command = _command(words, options.cluster)
+    command = _command(given.words, options.cluster)
     cluster = ClusterSpec.from_yaml(options.cluster)
     machines = machines_of(cluster, command.devices)
     recipe = Recipe(job_name(options.name, cluster.name), options.cluster, machines, command)

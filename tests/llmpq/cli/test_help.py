@@ -28,6 +28,7 @@ from llmpq.cli.plan_options import PlanCommand
 from llmpq.cli.run_options import RunCommand, ServeCommand, SubmitOptions
 from llmpq.lengths.training import TrainingOptions
 from llmpq.quality.options import EvaluationOptions, IndicatorOptions
+from llmpq.recipe.options import KubeRayOptions, SlurmOptions, SshOptions
 from llmpq.run.options import RunOptions
 from llmpq.serve.options import BatchOptions
 from planner.option_rules import options_of as declared_of
@@ -78,6 +79,9 @@ DECLARED = [
     ("llmpq devices", DevicesCommand),
     ("llmpq models", ModelsCommand),
     ("llmpq jobs show", ShowCommand),
+    ("llmpq recipe slurm", SlurmOptions),
+    ("llmpq recipe kuberay", KubeRayOptions),
+    ("llmpq recipe ssh", SshOptions),
     ("llmpq jobs list", ListCommand),
 ]
 every_parser = pytest.mark.parametrize("prog", PARSERS)
