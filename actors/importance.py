@@ -111,7 +111,7 @@ def measure_layers(
     if hidden is None:
         sequences = sample_sequences(model_shape(str(checkpoint.folder)))
         token_ids = sample_token_ids(checkpoint.folder, stream.config, sequences)
-        hidden = stream.embed(token_ids, dtype)
+        hidden = stream.embed(token_ids, LayerScheme(dtype=dtype))
     hidden = hidden.to(own.dtype)
     found = []
     with stream.reading_ahead(layers):

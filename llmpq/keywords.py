@@ -53,6 +53,7 @@ class PlanKeywords(TypedDict, total=False):
     relative_gap: float
     rounding: str
     kv_bits: int | str
+    head_bits: Iterable[int]
     memory_margin: float
     strict_profiles: bool
     no_measuring: bool

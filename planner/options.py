@@ -53,6 +53,7 @@ from quant.scheme import (
     BITWIDTHS,
     DTYPE_BYTES,
     FULL_BITS,
+    HEAD_BITWIDTHS,
     KV_BITWIDTHS,
     PLAN_ROUNDINGS,
     ROUNDINGS,
@@ -89,6 +90,10 @@ FINITE_ABOVE_0 = Range(lambda value: value > 0, "it must be a finite number abov
 QUANTILES = Range(lambda share: 0 < share < 1, "it must be a share between 0 and 1, such as 0.99")
 BITS = Range(
     lambda bits: bool(bits) and set(bits) <= set(BITWIDTHS), f"it must be among {list(BITWIDTHS)}"
+)
+HEAD_BITS = Range(
+    lambda bits: bool(bits) and set(bits) <= set(HEAD_BITWIDTHS),
+    f"it must be among {list(HEAD_BITWIDTHS)}",
 )
 DTYPES = Range((AUTO, *DTYPE_BYTES).__contains__, f"it must be auto or one of {list(DTYPE_BYTES)}")
 AUTO_OR_COUNT = Range(
@@ -216,6 +221,13 @@ class PlanOptions:
     kv_bits: int | str = option(
         KV_CHOICES, "bits of keys and values; auto: 16 if that fits, else 8", FULL_BITS
     )
+    head_bits: tuple[int, ...] = option(
+        HEAD_BITWIDTHS,
+        "bitwidths to choose from for embedding and LM head, by what they lose, as of layers "
+        f"(default: {FULL_BITS})",
+        (FULL_BITS,),
+        within=HEAD_BITS,
+    )
     memory_margin: float = option(
         "SHARE", "share of each GPU's memory that is left free", MEMORY_MARGIN, within=SHARE_BELOW_1
     )
@@ -279,7 +291,9 @@ class PlanOptions:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", tuple(sorted({int(b) for b in self.bits})))
+        for name in ("bits", "head_bits"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, tuple(sorted({int(bits) for bits in given})))
         object.__setattr__(self, "adapters", named_adapters(self.adapters))
         if self.max_request_latency_s is not None:
             stored = _stored_bound(self.max_request_latency_s)

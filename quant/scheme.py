@@ -28,9 +28,13 @@ USUAL_BITS = (3, 4, NEAR_FULL_BITS, FULL_BITS)
 """Those that plans choose from and measurements take where nothing is said."""
 
 KV_BITWIDTHS = (8, FULL_BITS)
+HEAD_BITWIDTHS = (NEAR_FULL_BITS, FULL_BITS)
+"""Those of embedding and LM head: of fewer bits kernels cannot give single rows, or lose much."""
+
 WEIGHTED = "weighted"
 GPTQ = "gptq"
-ROUNDINGS = (WEIGHTED, "nearest", "stochastic")
+NEAREST = "nearest"
+ROUNDINGS = (WEIGHTED, NEAREST, "stochastic")
 """Ways of rounding a weight that is quantized while it is loaded, the default first; see
 `quant.rounding.ways`."""
 

@@ -16,9 +16,9 @@ from transformers import PretrainedConfig
 
 from actors.processes.device import device_here
 from actors.profiling.layers import LARGE_LAYER_BYTES, WEIGHT_SCALE, middle_stage, stack_of
+from actors.stage.ends import path_of
 from actors.stage.model_config import config_of_values, with_layers
 from actors.stage.partial_model import architecture_of
-from actors.stage.shard import path_of
 from planner.profiles.links import Origin
 from quant.backends.table import backend_name
 from quant.checkpoint.reader import Checkpoint

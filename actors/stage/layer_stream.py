@@ -33,6 +33,7 @@ from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
 from actors.attention.stored import Stored
 from actors.messages import MicroBatch
+from actors.stage.ends import load_ends, path_of, round_embedding, round_head
 from actors.stage.layer_cache import SharedKeys, cache_shape, make_cache
 from actors.stage.model_config import read_config
 from actors.stage.partial_model import (
@@ -44,7 +45,6 @@ from actors.stage.partial_model import (
     numbers_of_layers,
     plan_frequencies,
 )
-from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
 from actors.stage.stage import run_decoder
 from planner.model.finding import model_shape
@@ -52,18 +52,20 @@ from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.devices import local_processor
 from quant.experts import QuantizedExperts
-from quant.linear import dtype_name
+from quant.linear import LayerForm, dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme, form_of, load_layer_as_planned
 from quant.loading.expert_tensors import ExpertTensors
 from quant.loading.layer_load import LayerLoad, plain_linears
 from quant.loading.loader import loading
 from quant.rounding.importance import LayerImportance
+from quant.scheme import FULL_BITS
 
 TOKENS_AT_ONCE = 2048
 """Tokens of one pass through a layer: enough for full matrix speed, and few enough that the MLP's
 temporaries stay below a layer's weights."""
 
 _FIRST, _MIDDLE, _LAST = range(3)
+_PLAIN = LayerScheme()
 
 OnKeys = Callable[[Tensor], None]
 """Sees the keys `[tokens, kv_heads, head_dim]` that a cache is given."""
@@ -119,7 +121,8 @@ class LayerStream:
         )
         model = empty_model(self.config)
         keep_stage(model, layers, spec.is_first, spec.is_last, spec.has_head)
-        load_ends(model, spec, self._checkpoint, compute.dtype, compute.device)
+        form = LayerForm(FULL_BITS, compute.processor, compute.dtype, compute.device)
+        load_ends(model, spec, self._checkpoint, form)
         return model
 
     def linear_shapes(self, index: int) -> dict[str, tuple[int, int]]:
@@ -131,17 +134,18 @@ class LayerStream:
         """The experts of decoder layer `index`, as they are stored, by name within the layer."""
         return dict(self._load(index, self._empty[index]).experts(self._checkpoint))
 
-    def embed(self, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def embed(self, token_ids: Tensor, scheme: LayerScheme = _PLAIN) -> Tensor:
         """Hidden states `[sequences, length, hidden_size]`, and what goes with them behind, that
         go into the first layer.
 
-        `token_ids`: `[sequences, length]` int64; the embedding is held in `dtype` (None: in the
-        compute type). Raises `SpecError` for ids beyond the vocabulary and sequences longer than
-        the model has positions for.
+        `token_ids`: `[sequences, length]` int64; the embedding is held as `scheme` says, a tied
+        one as the head is, unless a backend is named. Raises `SpecError` for ids beyond the
+        vocabulary and sequences longer than the model has positions for.
         """
         self._check(token_ids)
         plan_frequencies(self._middle, token_ids.shape[1])
-        first = self._part(_FIRST, range(0), self.compute.in_type(dtype))
+        first = self._part(_FIRST, range(0), self.compute.in_type(scheme.dtype))
+        round_embedding(first, self._checkpoint, scheme, self.compute)
         sent = self.config.hidden_size + numbers_of_layers(self.config)
         width = sent + self._shared.numbers
         hidden = torch.zeros(*token_ids.shape, width, dtype=self.compute.dtype, device="cpu")
@@ -179,10 +183,12 @@ class LayerStream:
         form = form_of(scheme or LayerScheme(), self.compute)
         return LayerLoad(module, f"{self.layers_name}.{index}", form, quantized=self.quantized)
 
-    def tail(self, dtype: torch.dtype | None = None) -> Tail:
-        """Final norm and LM head, held in `dtype` (None: in the compute type)."""
-        compute = self.compute.in_type(dtype)
-        return Tail(self, self._part(_LAST, range(self.layers, self.layers), compute), compute)
+    def tail(self, scheme: LayerScheme = _PLAIN) -> Tail:
+        """Final norm and LM head, held as `scheme` says."""
+        compute = self.compute.in_type(scheme.dtype)
+        model = self._part(_LAST, range(self.layers, self.layers), compute)
+        round_head(model, self._checkpoint, scheme, compute)
+        return Tail(self, model, compute)
 
     def through_layer(
         self, layer: StreamedLayer, on_keys: OnKeys | None = None

@@ -83,14 +83,25 @@ class VocabularyPart(OfGroup):
         super().__init__()
         self.begin = begin
         self.factor = factor
+        self.rows = rows
         weight = torch.empty(rows, width, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight: nn.Parameter | None = nn.Parameter(weight, requires_grad=False)
+        self.coded: nn.Module | None = None
+
+    def hold(self, coded: nn.Module) -> None:
+        """Look rows up in `coded` from now on, which multiplies with the factor too."""
+        self.weight, self.factor, self.coded = None, None, coded
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """The embeddings `[..., width]` of ids, of which one rank knows each."""
         own = token_ids - self.begin
-        is_other = (own < 0) | (own >= len(self.weight))
-        found = F.embedding(own.masked_fill(is_other, 0), self.weight)
+        is_other = (own < 0) | (own >= self.rows)
+        known = own.masked_fill(is_other, 0)
+        if self.weight is not None:
+            found = F.embedding(known, self.weight)
+        else:
+            assert self.coded is not None, "which holds what the weight held"
+            found = self.coded(known)
         if self.factor is not None:
             found = found * torch.tensor(self.factor).to(found.dtype)
         return self.group.all_reduce(found.masked_fill_(is_other[..., None], 0.0))

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from actors.stage.adapters import NAME, StageAdapters
+from actors.stage.ends import load_ends, path_of, shares_head
 from actors.stage.model_config import read_config
 from actors.stage.partial_model import (
     architecture_of,
@@ -19,7 +20,7 @@ from actors.stage.partial_model import (
     keep_stage,
     plan_frequencies,
 )
-from actors.stage.ranks import VocabularyPart, divide, sum_over_ranks
+from actors.stage.ranks import divide, sum_over_ranks
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
 from planner.model.tensor_parallel import RankShare, rank_share, vocabulary_cut
@@ -30,13 +31,12 @@ from quant.loading.cache_folder import ShardCache
 from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import (
     load_layer,
-    load_tensors,
     loading,
     module_nbytes,
     return_freed_memory,
 )
 from quant.rounding.importance import LayerImportance
-from quant.scheme import WEIGHTED, Cut, Processor
+from quant.scheme import NEAREST, WEIGHTED, Cut, Processor
 
 
 def load_shard(
@@ -91,20 +91,25 @@ def load_shard(
                 sum_over_ranks(model, shape.layer(index), load.module)
             prepack_linears(load.module, processor)
             return_freed_memory()
-        load_ends(model, spec, checkpoint, getattr(torch, spec.dtype), device, vocabulary)
+        load_ends(model, spec, checkpoint, _head_form(spec, processor, device), vocabulary)
     if spec.adapters:
         beside = StageAdapters(spec.adapters, spec.slots, spec.deterministic)
         beside.load(whole_shape, spec.layers, loads)
         model.add_module(NAME, beside)
-    if spec.has_head:
-        shares = _shares_head(config, spec)
-        model.set_output_embeddings(prepack(model.get_output_embeddings(), processor, shares))
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        model.set_output_embeddings(prepack(head, processor, shares_head(config, spec)))
     return model
 
 
 def _form(spec: StageSpec, bits: int, processor: Processor, device: torch.device) -> LayerForm:
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding)
+
+
+def _head_form(spec: StageSpec, processor: Processor, device: torch.device) -> LayerForm:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return LayerForm(spec.head_bits, processor, dtype, device, rounding=NEAREST)
 
 
 def _experts_form(spec: StageSpec, layer: int, form: LayerForm) -> LayerForm | None:
@@ -124,66 +129,6 @@ def shares_of(spec: StageSpec, checkpoint: Checkpoint) -> tuple[RankShare, ...] 
         return None
     shape = model_shape(str(checkpoint.folder))
     return tuple(rank_share(shape.layer(each), spec.degree, spec.rank) for each in spec.layers)
-
-
-def _shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
-    return bool(getattr(config, "tie_word_embeddings", False)) and spec.is_first
-
-
-def load_ends(
-    model: PreTrainedModel,
-    spec: StageSpec,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    vocabulary: Cut | None = None,
-) -> None:
-    """Load the parts of a stage beside its layers: embedding, final norm, head, frequencies.
-
-    `vocabulary`: the rows of embedding and head that a rank holds; None: all. Raises
-    `CheckpointError` for unusable weights.
-    """
-    architecture = architecture_of(model.config)
-    decoder = model.get_decoder()
-    path = path_of(model, decoder)
-    owned = (architecture.embedding if spec.is_first else ()) + (
-        architecture.final if spec.is_last else ()
-    )
-    for child in owned:
-        module = getattr(decoder, child, None)
-        if module is not None:
-            cuts = _cuts(vocabulary if isinstance(module, VocabularyPart) else None)
-            load_tensors(module, checkpoint, f"{path}.{child}", dtype, device, cuts)
-    if spec.has_head:
-        head = model.get_output_embeddings()
-        if _shares_head(model.config, spec):
-            head.weight = model.get_input_embeddings().weight
-        else:
-            prefix = _head_prefix(model, checkpoint)
-            load_tensors(head, checkpoint, prefix, dtype, device, _cuts(vocabulary))
-    rotary = getattr(decoder, "rotary_emb", None)
-    if rotary is not None:
-        rotary.to(device)
-
-
-def _head_prefix(model: PreTrainedModel, checkpoint: Checkpoint) -> str:
-    """Where the LM head is stored: with the embedding where both are one tensor."""
-    architecture = architecture_of(model.config)
-    if getattr(model.config, "tie_word_embeddings", False):
-        return f"{path_of(model, model.get_decoder())}.{architecture.embedding[0]}"
-    stored, names = set(checkpoint.names()), architecture.head_names
-    return next((name for name in names if f"{name}.weight" in stored), names[0])
-
-
-def _cuts(vocabulary: Cut | None) -> Mapping[str, Cut]:
-    """The cut of a module that has nothing but rows of the vocabulary."""
-    return {} if vocabulary is None else {"": vocabulary}
-
-
-def path_of(model: nn.Module, wanted: nn.Module) -> str:
-    """Full name of the module `wanted` within `model`."""
-    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
-    return names[id(wanted)]
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

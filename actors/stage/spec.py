@@ -16,7 +16,7 @@ from planner.plan.modelled_times import ModelledTimes
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.workload import window_room
 from quant.common.errors import DeviceError, SpecError
-from quant.scheme import ROUNDINGS
+from quant.scheme import FULL_BITS, ROUNDINGS
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class StageSpec:
     that of the rank. Experts have `expert_bitwidths`, one a layer, where these are others; those of
     layers in `hosted_experts` lie in the host's memory, from where they stream to the device for
     passes of `streams_from` tokens (None: never). `adapter`: the folder of one that is merged into
-    the weights; `adapters`: `NAME=FOLDER` of those that requests choose.
+    the weights; `adapters`: `NAME=FOLDER` of those that requests choose. Embedding of tokens and LM
+    head have `head_bits`.
     """
 
     index: int
@@ -68,6 +69,7 @@ class StageSpec:
     streams_from: int | None = None
     adapter: str | None = None
     adapters: tuple[str, ...] = ()
+    head_bits: int = FULL_BITS
 
     def windows(self, shape: ModelShape) -> tuple[dict[int, int], dict[int, int]]:
         """How many tokens each layer sees that does not see all, in a model of this shape; and the
@@ -131,6 +133,7 @@ def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
         hosted_experts=stage.hosted_experts,
         streams_from=stage.streams_from,
         requests=plan.workload.global_batch,
+        head_bits=plan.head_bits,
     )
 
 
@@ -158,6 +161,7 @@ def stand_in_spec(spec: StageSpec, shape: ModelShape) -> StageSpec:
         dtype="float32",
         memory_limit_bytes=0,
         kv_bits=16,
+        head_bits=16,
     )
 
 

@@ -77,6 +77,7 @@ SEQUENCE_LENGTH = 512
 CALIBRATION_SEQUENCES = 32
 AT_ONCE = 24  # subjects of one pass: their hidden states fit in 200 MB
 W8A8 = "onednn_w8a8"
+FLOAT32 = LayerScheme(dtype=torch.float32)
 VNNI = Processor(instruction_sets=frozenset({"avx512_vnni"}))  # represented where it is missing
 SEEDS, QUICK_SEEDS = 24, 5
 QUICK_TOKENS = 4096
@@ -144,7 +145,7 @@ def weight_only(
         for b in sorted(set(bits))
     }
     layers = tuple(schemes[b] for b in bits)
-    return Subject("bits", layers, torch.float32, torch.float32, importance)
+    return Subject("bits", layers, FLOAT32, FLOAT32, importance)
 
 
 def importance_of(model: Path, shape: ModelShape) -> Importance:
@@ -249,7 +250,7 @@ def print_uniform(setting: Setting) -> None:
     layers = setting.shape.layers
     subjects = [setting.subject((bits,) * layers) for bits in reversed(BITWIDTHS)]
     scheme = LayerScheme(8, W8A8, torch.float32, VNNI, "float32")
-    subjects += [Subject(W8A8, (scheme,) * layers, torch.float32, torch.float32)]
+    subjects += [Subject(W8A8, (scheme,) * layers, FLOAT32, FLOAT32)]
     full, *others = evaluate(setting.model, setting.held_out, subjects, CPU)
     print(f"\nHeld-out perplexity, {full.tokens} tokens in {full.windows} windows:\n")
     print(header("bits | perplexity | ± 1 σ | above 16 bit | ± 1 σ | KL, 0.001 nats | ± 1 σ"))

@@ -21,7 +21,7 @@ from actors.importance import measure_layers
 from actors.stage.layer_stream import LayerStream, compute_on, stream_layers
 from benchmarks.lab import header, processor_name
 from benchmarks.quantization.models import Texts, smollm2, texts_for
-from benchmarks.quantization.quality import importance_of
+from benchmarks.quantization.quality import FLOAT32, importance_of
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.quantize import Quantization, quantize_checkpoint
 from llmpq.quality.scoring import evaluate
@@ -38,7 +38,7 @@ IN_FLOAT32 = compute_on(CPU, torch.float32)
 def by_text(model: Path, texts: Texts) -> Importance:
     """What the calibration text shows of the inputs of each linear."""
     shape, stream = model_shape(str(model)), LayerStream(model, IN_FLOAT32)
-    hidden = stream.embed(torch.from_numpy(texts.calibration.token_ids), torch.float32)
+    hidden = stream.embed(torch.from_numpy(texts.calibration.token_ids), FLOAT32)
     schemes = [LayerScheme()] * shape.layers
     _, layers = measure_layers(model, IN_FLOAT32, range(shape.layers), schemes, hidden)
     return Importance(tuple(layers), "text", shape.fingerprint())

@@ -180,8 +180,8 @@ class LayerAlone:
         return found
 
     def _subject(self, schemes: Sequence[LayerScheme]) -> Subject:
-        like = self.like
-        return Subject("layer alone", tuple(schemes), like.dtype, like.dtype, self.importance)
+        ends = LayerScheme(dtype=self.like.dtype)
+        return Subject("layer alone", tuple(schemes), ends, ends, self.importance)
 
 
 def _report(progress: ReportProgress, number: int, passes: int, done: int, layers: int) -> None:

@@ -37,26 +37,27 @@ the probabilities of the reference."""
 _MOST_NATS = 700.0
 """A mean beyond it has no perplexity in float64; an even guess over 2^32 tokens costs 22."""
 
+_PLAIN = LayerScheme()
+
 
 @dataclass(frozen=True)
 class Subject:
-    """A form for each decoder layer, and the types of embedding and head.
+    """A form for each decoder layer, and those of embedding and head.
 
-    Types are None where they are those of the whole computation. `importance`: what weights are
-    rounded by.
+    Their types are None where they are those of the whole computation. `importance`: what
+    weights are rounded by.
     """
 
     name: str
     layers: tuple[LayerScheme, ...]
-    embedding_dtype: torch.dtype | None = None
-    head_dtype: torch.dtype | None = None
+    embedding: LayerScheme = _PLAIN
+    head: LayerScheme = _PLAIN
     importance: Importance | None = None
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """What it computes in; float32 stands for the type of the whole computation."""
-        found = {scheme.dtype for scheme in self.layers}
-        found |= {self.embedding_dtype, self.head_dtype}
+        found = {scheme.dtype for scheme in (*self.layers, self.embedding, self.head)}
         return frozenset(dtype or torch.float32 for dtype in found)
 
     def importance_of(self, index: int) -> Importance | None:
@@ -120,12 +121,12 @@ class _Branch:
 
 
 def _embedded(stream: LayerStream, token_ids: Tensor, subjects: Sequence[Subject]) -> list[_Branch]:
-    by_type: dict[torch.dtype | None, list[int]] = {}
+    by_scheme: dict[LayerScheme, list[int]] = {}
     for member, subject in enumerate(subjects):
-        by_type.setdefault(subject.embedding_dtype, []).append(member)
+        by_scheme.setdefault(subject.embedding, []).append(member)
     return [
-        _Branch(stream.embed(token_ids, dtype), tuple(members))
-        for dtype, members in by_type.items()
+        _Branch(stream.embed(token_ids, scheme), tuple(members))
+        for scheme, members in by_scheme.items()
     ]
 
 
@@ -169,7 +170,10 @@ def _form(subject: Subject, index: int) -> _Form:
 def _reference(subjects: Sequence[Subject]) -> int:
     """The first subject with all layers at 16 bit; the first one where there is none."""
     is_full = (
-        not any(scheme.rounds or scheme.kv_bits != FULL_BITS for scheme in subject.layers)
+        not any(
+            scheme.rounds or scheme.kv_bits != FULL_BITS
+            for scheme in (*subject.layers, subject.embedding, subject.head)
+        )
         for subject in subjects
     )
     return next((number for number, full in enumerate(is_full) if full), 0)
@@ -188,16 +192,16 @@ def _outlets(
     stream: LayerStream, branches: Sequence[_Branch], subjects: Sequence[Subject]
 ) -> list[_Outlet]:
     """Every branch with each head that its subjects ask for."""
-    tails: dict[torch.dtype | None, Tail] = {}
+    tails: dict[LayerScheme, Tail] = {}
     found = []
     for branch in branches:
-        by_type: dict[torch.dtype | None, list[int]] = {}
+        by_scheme: dict[LayerScheme, list[int]] = {}
         for member in branch.members:
-            by_type.setdefault(subjects[member].head_dtype, []).append(member)
-        for dtype, members in by_type.items():
-            if dtype not in tails:
-                tails[dtype] = stream.tail(dtype)
-            found.append(_Outlet(branch.hidden, tails[dtype], tuple(members)))
+            by_scheme.setdefault(subjects[member].head, []).append(member)
+        for scheme, members in by_scheme.items():
+            if scheme not in tails:
+                tails[scheme] = stream.tail(scheme)
+            found.append(_Outlet(branch.hidden, tails[scheme], tuple(members)))
     return found
 
 

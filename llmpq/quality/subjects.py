@@ -32,7 +32,8 @@ from llmpq.run.checkpoint import (
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanSpec, StagePlan
+from quant.backends.table import fallback_rule
 from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
@@ -79,7 +80,7 @@ def weighed(
     found = store.find(seen)
     if found is None:
         own = [LayerScheme(each.bits, each.backend) for each in subject.layers]
-        compute = compute_on(device, subject.embedding_dtype or torch.float32)
+        compute = compute_on(device, subject.embedding.dtype or torch.float32)
         _, layers = measure_layers(Checkpoint(folder, adapter), compute, range(len(own)), own)
         found = store.keep(layers, seen)
     return replace(subject, importance=found)
@@ -136,8 +137,7 @@ def plan_subject(plan: PlanSpec, name: str, device: torch.device, dtype: str) ->
             each.bits,
             stage.backends.get(each.bits),
             computed,
-            # An emulated stage computes on a host's CPU.
-            Processor() if stage.emulated else stage.kind.processor,
+            _planned_processor(stage),
             stage.dtype,
             plan.rounding,
             plan.kv_bits,
@@ -146,8 +146,23 @@ def plan_subject(plan: PlanSpec, name: str, device: torch.device, dtype: str) ->
         for stage, computed in zip(plan.stages, kept, strict=True)
         for each in stage.choices
     ]
-    head = kept[0] if plan.head_on_first else kept[-1]
-    return Subject(name, tuple(layers), kept[0], head)
+    head = 0 if plan.head_on_first else len(kept) - 1
+    embedding, held = (
+        LayerScheme(
+            plan.head_bits,
+            None if place == head else fallback_rule(plan.head_bits).name,
+            kept[place],
+            _planned_processor(plan.stages[place]),
+            plan.stages[place].dtype,
+        )
+        for place in (0, head)
+    )
+    return Subject(name, tuple(layers), embedding, held)
+
+
+def _planned_processor(stage: StagePlan) -> Processor:
+    """That of the device, or where it is emulated of a host's CPU, which computes."""
+    return Processor() if stage.emulated else stage.kind.processor
 
 
 def bits_subject(
@@ -165,8 +180,8 @@ def bits_subject(
     uniform = len(bitwidths) == 1
     computed = compute_dtype(dtype, device)
     schemes = [LayerScheme(bits, dtype=computed, rounding=rounding) for bits in bitwidths]
-    name = f"{bitwidths[0]} bit" if uniform else "mixed"
-    return Subject(name, tuple(schemes * layers if uniform else schemes), computed, computed)
+    name, ends = f"{bitwidths[0]} bit" if uniform else "mixed", LayerScheme(dtype=computed)
+    return Subject(name, tuple(schemes * layers if uniform else schemes), ends, ends)
 
 
 def device_of(name: str) -> torch.device:

@@ -60,6 +60,7 @@ _SAMPLING_BYTES_PER_LOGIT = 6 * 8
 # and its activation; of gate and up in one, that, the activation and the product.
 _GATED_BUFFERS, _PLAIN_BUFFERS, _FUSED_BUFFERS = 3, 2, 4
 _ADDED_BUFFERS = 5  # what layers add: looked up, projected, normed, summed, with hidden states
+_DECODE_BUFFERS = 3  # rows of an embedding of codes: gathered, rotated back, multiplied
 _NORM_BUFFERS = 3  # float32 copy, its square, and the scaled result
 
 
@@ -137,7 +138,9 @@ def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | Non
     if ends.embedding:
         widths = shape.word_embedding_size + 2 * shape.hidden_size
         widths += _ADDED_BUFFERS * (shape.message_width - shape.hidden_size)
-        peaks.append(work.most_tokens * (widths * element + 2 * _TOKEN_ID_BYTES))
+        coded = _DECODE_BUFFERS * shape.word_embedding_size * _FLOAT32_BYTES
+        coded *= shape.head_bits != FULL_BITS
+        peaks.append(work.most_tokens * (widths * element + coded + 2 * _TOKEN_ID_BYTES))
     if ends.head:
         rows = max(work.sizes.prefill, work.decode_requests)
         logits = work.vocabulary or shape.vocab_size
@@ -227,13 +230,13 @@ def runtime_bytes(device: Device) -> int:
 
 def fixed_stage_memory(work: StageWork, device: Device, ends: StageEnds) -> StageMemory:
     """The parts of a stage that do not depend on its layers; `weights` and `kv_cache` are 0."""
-    shape, dtype = work.shape, work.dtype
-    norm = norm_bytes(shape, dtype) if ends.norm else 0
-    head = head_bytes(shape, dtype, on_first=ends.embedding) if ends.head else 0
+    shape, held = work.shape, (work.shape, work.dtype, device.processor)
+    norm = norm_bytes(shape, work.dtype) if ends.norm else 0
+    head = head_bytes(*held, on_first=ends.embedding) if ends.head else 0
     return StageMemory(
         weights=0,
         kv_cache=0,
-        embedding=embedding_bytes(shape, dtype) if ends.embedding else 0,
+        embedding=embedding_bytes(*held, with_head=ends.head) if ends.embedding else 0,
         final=norm + head,
         temporary=temporary_bytes(work, ends, device.processor) + graph_bytes(work, device),
         runtime=runtime_bytes(device),

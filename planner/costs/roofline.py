@@ -151,8 +151,8 @@ class RooflineLatency(LatencyModel):
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
         machine = Machine.of(device, dtype)
-        head = LinearShape(self.shape.word_embedding_size, self.shape.vocab_size)
-        products = machine.linear_s(head, 16, rows) + self._projection_s(machine, rows)
+        products = machine.linear_s(self.shape.head_linear, self.shape.head_bits, rows)
+        products += self._projection_s(machine, rows)
         return machine.launches_s(END_LAUNCHES) + products + self.sampling_s(device, rows, dtype)
 
     def sampling_s(self, device: Device, rows: int, dtype: str) -> float:

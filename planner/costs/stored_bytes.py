@@ -12,12 +12,14 @@ from planner.costs.temporaries import KV_SCALE_BYTES
 from planner.model.families import layer_factors
 from planner.model.shape import ModelShape
 from planner.workload import Workload
-from quant.backends.table import rule_for
+from quant.backends.kernel_rule import KernelRule
+from quant.backends.table import fallback_rule, rule_for
 from quant.checkpoint.stored_config import WHOLE_ROW, StoredLinear
 from quant.common.errors import SpecError
 from quant.scheme import AFFINE_BITS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, LinearShape, Processor
 
 _FLOAT32_BYTES = 4
+_CPU = Processor()
 
 HEAD_SHARE = 0.25
 """Share of the host memory for keys and values that heads have which prompts share; requests that
@@ -116,8 +118,18 @@ def kv_token_bytes(shape: ModelShape, kv_bits: int, dtype: str) -> int:
     return shape.kv_elements + again + shape.kv_elements // shape.head_dim * KV_SCALE_BYTES
 
 
-def embedding_bytes(shape: ModelShape, dtype: str) -> int:
-    return shape.embedding_parameters * DTYPE_BYTES[dtype]
+def embedding_bytes(
+    shape: ModelShape, dtype: str, processor: Processor = _CPU, with_head: bool = False
+) -> int:
+    """Bytes of the embedding, with its positions, norm and projection; `with_head`: the LM head is
+    on the same stage, so that a tied one is looked up in the codes of its kernel.
+    """
+    if with_head and shape.tied_embeddings:
+        tokens = _head_rule(shape, dtype, processor).nbytes(shape.head_linear, dtype)
+    else:
+        tokens = fallback_rule(shape.head_bits).nbytes(shape.head_linear, dtype)
+    others = shape.embedding_parameters - shape.head_parameters
+    return tokens + others * DTYPE_BYTES[dtype]
 
 
 def norm_bytes(shape: ModelShape, dtype: str) -> int:
@@ -125,7 +137,12 @@ def norm_bytes(shape: ModelShape, dtype: str) -> int:
     return (shape.final_parameters - shape.head_parameters) * DTYPE_BYTES[dtype]
 
 
-def head_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
+def head_bytes(shape: ModelShape, dtype: str, processor: Processor = _CPU, on_first: bool = False) -> int:
     """Bytes of the LM head; 0 where it is tied to an embedding on the same stage."""
-    shared = shape.tied_embeddings and on_first
-    return 0 if shared else shape.head_parameters * DTYPE_BYTES[dtype]
+    if shape.tied_embeddings and on_first:
+        return 0
+    return _head_rule(shape, dtype, processor).nbytes(shape.head_linear, dtype)
+
+
+def _head_rule(shape: ModelShape, dtype: str, processor: Processor) -> KernelRule:
+    return rule_for(processor, shape.head_bits, shape.head_linear, dtype)

@@ -229,7 +229,7 @@ def rebuilt_costs(plan: PlanSpec) -> CostModel:
             f"{changed} is not what it was when the plan was made from it; put it back as it was, "
             f"or {_REMEDY}"
         )
-    options = replace(origin.options, kv_bits=plan.kv_bits)
+    options = replace(origin.options, kv_bits=plan.kv_bits, head_bits=(plan.head_bits,))
     job = None if plan.job is None else plan.job.job
     cluster, shape = origin.cluster_spec(), _shape(plan)
     costs, _ = costs_of(PlanningRequest(cluster, shape, plan.workload, options, job))

@@ -32,7 +32,7 @@ from planner.profiles.sensitivity import Omega
 from planner.search.fitting import degrees_of, first_sets
 from planner.search.qualities import SLOWER, TIE_BREAK, bits_by_quality
 from planner.search.remedies import naming_remedies
-from planner.search.request import PlanningRequest, costs_of, with_fitting_cache, with_heads
+from planner.search.request import PlanningRequest, costs_of, with_fitting_ends, with_heads
 from planner.workload import Job, Workload
 from quant.common.errors import DoesNotFitError, InfeasibleError, SpecError
 
@@ -64,7 +64,7 @@ def find_fleet(request: FleetRequest, clock: Callable[[], float] = time.perf_cou
     request = replace(request, job=with_heads(request.job, request.options))
     asked = PlanningRequest.of(request.cluster, request.shape, request.job, request.options)
     with naming_remedies(asked):
-        return with_fitting_cache(
+        return with_fitting_ends(
             asked,
             lambda each: _find(replace(request, options=each.options), *costs_of(each), clock),
         )

@@ -55,7 +55,7 @@ from planner.search.request import (
     costs_of,
     files_of_costs,
     has_free_experts,
-    with_fitting_cache,
+    with_fitting_ends,
     with_heads,
 )
 from planner.simulation.job_simulation import Forecast, SimulatedJob
@@ -179,7 +179,7 @@ def _with_remedies(
     search_time: SearchTime,
 ) -> PlanSpec:
     try:
-        return with_fitting_cache(
+        return with_fitting_ends(
             planned, lambda each: _found(each, source, request, clock, search_time)
         )
     except InfeasibleError as error:
@@ -265,7 +265,7 @@ def latency_front(
     """
     planned = PlanningRequest.of(cluster, shape, job_of(request), bounded_options(options))
     with naming_remedies(planned) if "rra" in request.kinds else nullcontext():
-        return with_fitting_cache(planned, lambda each: _front(each, request, clock))
+        return with_fitting_ends(planned, lambda each: _front(each, request, clock))
 
 
 def _front(

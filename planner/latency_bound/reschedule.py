@@ -79,7 +79,13 @@ def placements_of(
 ) -> tuple[PlacedLayers, ...]:
     """The placement of all stages; or of those that decode, then of those that prefill."""
     options = replace(
-        options, policy=BOUNDED, group=1, in_flight=AUTO, kv_bits=plan.kv_bits, max_omega=None
+        options,
+        policy=BOUNDED,
+        group=1,
+        in_flight=AUTO,
+        kv_bits=plan.kv_bits,
+        max_omega=None,
+        head_bits=(plan.head_bits,),
     )
     costs = costs_of(PlanningRequest.of(cluster, shape, job, options))[0]
     prefills = () if plan.prefill_plan is None else (plan.prefill_plan,)

@@ -21,7 +21,7 @@ MAX_SIZE = 2**24
 
 _NOT_IN_FINGERPRINT = (
     *("name", "max_positions", "sliding_window", "stored", "decoded", "alibi"),
-    *("activation_buffers", "cut_groups", "adapter_ranks"),
+    *("activation_buffers", "cut_groups", "adapter_ranks", "head_bits"),
 )
 _NOT_IN_OLDER_ONES = (
     *("kind", "kinds", "pattern", "joined", "experts", "delta", "layer_norms", "fused_mlp"),
@@ -48,7 +48,7 @@ class ModelShape:
     that share a scale in attention's output, in the MLP's last linear and in an expert's, where
     there are such
     (`planner.model.tensor_parallel`). `adapter_ranks`: what adapters beside the model add to
-    linears of a layer (`planner.adapters`).
+    linears of a layer (`planner.adapters`); `head_bits`: what a plan gives embedding and LM head.
     """
 
     name: str
@@ -96,6 +96,7 @@ class ModelShape:
     sinks: bool = False
     latent: LatentAttention | None = None
     adapter_ranks: tuple[tuple[str, int], ...] = ()
+    head_bits: int = FULL_BITS
 
     def __hash__(self) -> int:
         return self._hash
@@ -301,8 +302,12 @@ class ModelShape:
         return self.hidden_size + self.layers * self.per_layer_width
 
     @property
+    def head_linear(self) -> LinearShape:
+        return LinearShape(self.word_embedding_size, self.vocab_size)
+
+    @property
     def head_parameters(self) -> int:
-        return self.vocab_size * self.word_embedding_size
+        return self.head_linear.parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -340,7 +345,7 @@ class ModelShape:
     def fingerprint(self) -> str:
         """A digest of the model, however its weights are stored."""
         if self.stored is not None:
-            return self.with_all(adapter_ranks=()).plain.fingerprint()
+            return self.with_all(adapter_ranks=(), head_bits=FULL_BITS).plain.fingerprint()
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_IN_FINGERPRINT}
         for key in _NOT_IN_OLDER_ONES:
             if getattr(self, key) == getattr(type(self), key):

@@ -94,6 +94,7 @@ def build_plan(
         cluster_fingerprint=cluster.fingerprint(),
         time_scale=cluster.emulate.time_scale if cluster.emulate else 0.0,
         kv_bits=costs.kv_bits,
+        head_bits=shape.head_bits,
         micro_batches=solution.sizes,
         head_on_first=solution.head_on_first,
         stages=_stages(costs, solution, occupied),

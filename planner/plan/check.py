@@ -42,6 +42,8 @@ def check_plan(plan: PlanSpec, shape: ModelShape | None, source: str = "plan") -
         kinds = len(shape.kind_shapes)
         _refuse_first([("adapters.ranks", len(plan.adapters.ranks), kinds, "its kinds")], source)
         shape = with_adapters(shape, plan.adapters.of_kinds)
+    if shape is not None:
+        shape = shape.with_all(head_bits=plan.head_bits)
     for stage in plan.stages:
         _refuse_first(_device_fields(plan, stage, source), source)
     _refuse_first(_origin(plan, source), source)

@@ -20,7 +20,7 @@ from planner.scheduling import PolicyName
 from planner.workload import MAX_REQUESTS, Job
 from quant.backends.table import KERNEL_RULES
 from quant.rounding.importance_header import FINGERPRINT_HEX
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, KV_BITWIDTHS, PLAN_ROUNDINGS
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, HEAD_BITWIDTHS, KV_BITWIDTHS, PLAN_ROUNDINGS
 
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
@@ -85,6 +85,7 @@ LayerRange = Annotated[
 Dtype = Annotated[str, _one_of(DTYPE_BYTES)]
 Rounding = Annotated[str, _one_of(PLAN_ROUNDINGS)]
 KvBits = Annotated[int, _one_of(KV_BITWIDTHS)]
+HeadBits = Annotated[int, _one_of(HEAD_BITWIDTHS)]
 Backends = Annotated[dict[int, str], AfterValidator(_known_backends)]
 Memory = Annotated[StageMemory, AfterValidator(_no_negative_part)]
 

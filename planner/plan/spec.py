@@ -26,6 +26,7 @@ from planner.plan.parts import (
     Bits,
     Bytes,
     Dtype,
+    HeadBits,
     JobForecast,
     KvBits,
     LatencyForecast,
@@ -189,7 +190,8 @@ class PlanSpec(Saved):
     computes on emulated devices. With a `job`, `workload` has the requests in flight and
     `predicted` is the job's; `long_rows` plans rows beyond `workload`. `orca` and `s3` take
     micro-batches of at most `policy.max_batch_size` over the slots of `workload.kv_tokens`. Weights
-    are rounded by `importance`; None: by what stages measure on a sample text when they load.
+    are rounded by `importance`, None: by what stages measure on a sample text when they
+    load; embedding and LM head have `head_bits`.
     `prefill_plan`: stages that prefill for these, which only decode; each of both plans has all
     layers.
     """
@@ -214,6 +216,7 @@ class PlanSpec(Saved):
     quality: QualityForecast | None = None
     rounding: Rounding = ROUNDINGS[0]
     kv_bits: KvBits = FULL_BITS
+    head_bits: HeadBits = FULL_BITS
     stand_in: Annotated[str, Field(min_length=1)] | None = None
     origin: PlanOrigin | None = None
     job: JobForecast | None = None
@@ -335,7 +338,7 @@ class PlanSpec(Saved):
         for plan, role in ((self, "decode"), (prefills, "prefill")):
             if any(stage.role != role for stage in plan.stages):
                 yield f"a stage that should only {role} has another role"
-        for name in ("kv_bits", "stand_in", "time_scale"):
+        for name in ("kv_bits", "head_bits", "stand_in", "time_scale"):
             found, wanted = getattr(prefills, name), getattr(self, name)
             if found != wanted:
                 yield (

@@ -101,10 +101,17 @@ class FittedLatency(DerivedLatency):
         return found if measured is None else found._replace(computed_s=measured(tokens))
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """As measured of this LM head or, in proportion to its size, of another one."""
+        """As measured of this LM head or, in proportion to its size, of another one; one of fewer
+        bits takes the share of that which the datasheet gives it.
+        """
         if (device, dtype) not in self._heads:
             self._heads[device, dtype] = self._head_fit(device, dtype)
         return self._heads[device, dtype](rows)
+
+    def _full_head_s(self, device: Device, dtype: str, rows: int) -> float:
+        """The estimate of this head at 16 bit, as heads are profiled."""
+        full = RooflineLatency(self.shape.with_all(head_bits=FULL_BITS))
+        return full.final_s(device, rows, dtype)
 
     def _head_rows(self, device: Device, dtype: str) -> SelectedRows:
         """Heads as layers of no kind, of which those of other models may be taken."""
@@ -123,12 +130,18 @@ class FittedLatency(DerivedLatency):
         layer = used.wanted.layer
 
         def estimated(rows: int, _: int) -> LayerSeconds:
-            return LayerSeconds(0.0, self.model.final_s(device, rows, dtype))
+            return LayerSeconds(0.0, self._full_head_s(device, dtype, rows))
 
         at_once = _tokens_at_once(device)
         task = FitTask(used.rows, "decode", layer, estimated, not used.problem, at_once)
         fitted = task.part(REST, used.rows)
-        return lambda rows: fitted.seconds(layer, rows, 0)
+
+        def seconds(rows: int) -> float:
+            share = self.model.final_s(device, rows, dtype)
+            share /= self._full_head_s(device, dtype, rows)
+            return share * fitted.seconds(layer, rows, 0)
+
+        return seconds
 
     def _estimated_experts_s(self, device: Device, bits: int, dtype: str, tokens: int) -> float:
         return self.model.experts_s(device, bits, tokens, dtype)

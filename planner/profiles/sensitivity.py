@@ -29,7 +29,7 @@ from planner.profiles.omega_file import (
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import write_whole
 from quant.rounding.importance_header import read_importance_header
-from quant.scheme import FULL_BITS
+from quant.scheme import FULL_BITS, NEAR_FULL_BITS
 
 REFERENCE_BITS = 4
 """Default sensitivities of all layers at this bitwidth sum to 1."""
@@ -79,7 +79,8 @@ class WeighedPoint:
 class Omega:
     """Sensitivities `matrix` [L, K] of the bitwidths asked for, their source, and perplexities;
     `experts` [L, K]: the part of the layers' experts in them, None where it was not measured;
-    `in_nats`: they are nats a token; `scale` reads sums of them so.
+    `in_nats`: they are nats a token; `scale` reads sums of them so. `head`: what embedding and LM
+    head lose at `NEAR_FULL_BITS`.
     """
 
     matrix: Matrix
@@ -88,6 +89,17 @@ class Omega:
     experts: Matrix | None = None
     in_nats: bool = False
     scale: DivergenceScale | None = None
+    head: float = 0.0
+
+    def with_head(self, bits: int) -> Omega:
+        """These sensitivities where embedding and head have so many bits, whose loss stands with
+        that of the last layer at each of its bits.
+        """
+        if bits == FULL_BITS:
+            return self
+        matrix = self.matrix.copy()
+        matrix[-1] += self.head * _noise(bits) / _noise(NEAR_FULL_BITS)
+        return replace(self, matrix=matrix)
 
     def beside_stored(self, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
         """What layers of a quantized `shape` lose beside what is stored, which is the reference:
@@ -102,7 +114,8 @@ class Omega:
 @dataclass(frozen=True)
 class OmegaContent:
     """The content of llmpq's own omega files; `matrix` [L, K], K ascending `bits`, and the part of
-    `experts` in it, None in files of models without, and in those from before it was written.
+    `experts` in it, None in files of models without, and in those from before it was written;
+    `head`: what embedding and LM head lose at `NEAR_FULL_BITS`, None where it was not measured.
     """
 
     bits: tuple[int, ...]
@@ -111,6 +124,7 @@ class OmegaContent:
     provenance: Mapping[str, str | int | float] = field(default_factory=dict)
     points: tuple[MeasuredPoint, ...] = ()
     experts: Matrix | None = None
+    head: float | None = None
 
     def summed(self, bitwidths: Sequence[int]) -> float:
         columns = [self.bits.index(bits) for bits in bitwidths]
@@ -137,6 +151,23 @@ def _asked_weights(shape: ModelShape) -> int:
     per_token = 0 if shape.experts is None else shape.experts.per_token
     experts = per_token * sum(linear.parameters for linear in shape.expert_linears)
     return experts + sum(linear.parameters for linear in shape.layer_linears)
+
+
+HEAD_SHARE = 0.7
+"""What embedding and LM head lose at 8 bit, as a share of what all layers lose at 8 bit: of SmolLM2
+and the demo model the geometric mean, by `benchmarks.quantization.forecast --anchors`."""
+
+
+def assumed_head(matrix: Matrix, bitwidths: Sequence[int]) -> float:
+    """What embedding and head lose at 8 bit, where it was not measured, by sensitivities of layers
+    [L, K] at these bits, or at those next to 8.
+    """
+    below = [bits for bits in bitwidths if bits != FULL_BITS]
+    if not below:
+        return 0.0
+    nearest = max(below)
+    summed = float(matrix[:, list(bitwidths).index(nearest)].sum())
+    return HEAD_SHARE * summed * _noise(NEAR_FULL_BITS) / _noise(nearest)
 
 
 def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
@@ -174,7 +205,8 @@ def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) ->
     unsaid = [str(each) for each in bitwidths if each not in bits]
     if unsaid:
         source += f"; {' and '.join(unsaid)} bit between its 4 and 8"
-    return Omega(chosen, source, points, experts, in_nats)
+    head = _head(content, path, full, bits)
+    return Omega(chosen, source, points, experts, in_nats, head=head)
 
 
 def save_omega(path: str | Path, content: OmegaContent) -> None:
@@ -230,6 +262,18 @@ def _experts(
             "llmpq indicator, or leave experts out"
         )
     return np.minimum(experts, full)
+
+
+def _head(content: Mapping[str, Any], path: Path, full: Matrix, bits: list[int]) -> float:
+    found = content.get("head")
+    if found is None:
+        return assumed_head(full, bits)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= _MOST:
+        raise SpecError(
+            f"omega file {path}: head is {found!r:.40}; a number of at least 0, what embedding and "
+            "LM head lose at 8 bit, or leave it out"
+        )
+    return float(found)
 
 
 def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[WeighedPoint]:

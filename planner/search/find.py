@@ -33,6 +33,7 @@ from planner.search.request import (
     costs_of,
     files_of_costs,
     with_fitting_cache,
+    with_fitting_ends,
 )
 from planner.workload import Job, Workload
 from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
@@ -67,7 +68,7 @@ def find_plan(
         shape = shape.plain  # of a GGUF file, whose codes are decoded to be calibrated
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request):
-        found = with_fitting_cache(request, lambda each: _find(each, source, clock))
+        found = with_fitting_cache(request, lambda each: _best_head(each, source, clock))
     origin = origin_of(cluster, options, files_of_costs(options))
     importance = planned_importance(found.plan, options, shape)
     plan = replace(found.plan, origin=origin, importance=importance)
@@ -103,6 +104,24 @@ def _best_policy(
     beside = replace(plan.beside, other_policy=others[0] if others else None)
     plan = replace(plan, beside=beside, origin=replace(plan.origin, options=options))
     return replace(best, plan=plan)
+
+
+def _best_head(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:
+    """The best plan of those with each of `head_bits`, which share the time."""
+    bits, options = request.options.head_bits, request.options
+    end_s = clock() + options.search_time_limit
+    found: list[PricedPlan] = []
+    refused: list[InfeasibleError] = []
+    for number, each in enumerate(reversed(bits)):
+        share_s = max(LEAST_SOLVE_S, (end_s - clock()) / (len(bits) - number))
+        asked = request.with_options(head_bits=(each,), search_time_limit=share_s)
+        try:
+            found.append(_find(asked, source, clock))
+        except InfeasibleError as error:
+            refused.append(error)
+    if not found:
+        raise _mildest(refused)
+    return _best_of(found, options)
 
 
 def _mildest(refused: Sequence[InfeasibleError]) -> InfeasibleError:
@@ -208,7 +227,7 @@ def trace_front(
     """Points from the fastest plan to the one of the best quality; errors as `find_plan`."""
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request):
-        return with_fitting_cache(request, lambda each: _trace(each, most_points))
+        return with_fitting_ends(request, lambda each: _trace(each, most_points))
 
 
 def _trace(request: PlanningRequest, most_points: int) -> tuple[FrontPoint, ...]:

@@ -22,7 +22,7 @@ from planner.search.pareto import within_bounds
 from planner.search.request import PlanningRequest, costs_of, has_free_experts, omega_of
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 from quant.common.units import GIB
-from quant.scheme import BITWIDTHS, KV_BITWIDTHS
+from quant.scheme import BITWIDTHS, HEAD_BITWIDTHS, KV_BITWIDTHS
 
 MOST_MORE_DEVICES = 32
 DIGITS = 4  # of a bound that is named
@@ -118,7 +118,8 @@ def _succeeds(request: PlanningRequest, attempt: Callable[[CostModel], bool]) ->
     bits = KV_BITWIDTHS if request.options.kv_bits == AUTO else (request.options.kv_bits,)
     for each in bits:
         with suppress(InfeasibleError, SpecError):
-            costs, _ = costs_of(request.with_options(kv_bits=each))
+            fewest = min(request.options.head_bits)
+            costs, _ = costs_of(request.with_options(kv_bits=each, head_bits=(fewest,)))
             runs = baseline_fits if costs.options.method in BASELINE_METHODS else attempt
             if runs(costs):
                 return True
@@ -230,6 +231,7 @@ def more_host_memory(request: PlanningRequest) -> Iterator[Remedy]:
 
 
 _METHOD, _KV_BITS = PlanOptions.method, min(KV_BITWIDTHS)
+_HEAD_BITS = min(HEAD_BITWIDTHS)
 _KINDS: tuple[Callable[[PlanningRequest], Iterator[Remedy]], ...] = (
     _other_value("method", _METHOD, f"--method {_METHOD}", _METHOD.__ne__),
     _free_sizes,
@@ -245,6 +247,12 @@ _KINDS: tuple[Callable[[PlanningRequest], Iterator[Remedy]], ...] = (
         _KV_BITS,
         f"keys and values in {_KV_BITS} bit (--kv_bits {_KV_BITS})",
         lambda bits: isinstance(bits, int) and bits > _KV_BITS,
+    ),
+    _other_value(
+        "head_bits",
+        (_HEAD_BITS,),
+        f"embedding and LM head in {_HEAD_BITS} bit (--head_bits {_HEAD_BITS})",
+        lambda bits: min(bits) > _HEAD_BITS,
     ),
     _smaller_batch,
     _fewer_bits,

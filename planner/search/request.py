@@ -27,11 +27,17 @@ from planner.profiles.links import links_beside, links_path, sums_beside, sums_p
 from planner.profiles.perplexity_fit import perplexity_bound
 from planner.profiles.rows import read_profiles
 from planner.profiles.selection import refuse_estimates
-from planner.profiles.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
+from planner.profiles.sensitivity import (
+    DEFAULT_SOURCE,
+    Omega,
+    assumed_head,
+    default_sensitivity,
+    load_omega,
+)
 from planner.scheduling import BOUNDED, PREDICTING
 from planner.workload import Job, Workload, check_length
 from quant.common.errors import InfeasibleError, SpecError
-from quant.scheme import FULL_BITS, GPTQ, KV_BITWIDTHS
+from quant.scheme import FULL_BITS, GPTQ, KV_BITWIDTHS, NEAR_FULL_BITS
 
 _Found = TypeVar("_Found")
 
@@ -47,7 +53,10 @@ class PlanningRequest:
     job: Job | None = None
 
     def __post_init__(self) -> None:
-        """Have the layers of the shape hold the adapters that options name."""
+        """Have the shape hold the adapters that options name, and embedding and head the bits."""
+        bits = max(self.options.head_bits)
+        if self.shape.head_bits != bits:
+            object.__setattr__(self, "shape", self.shape.with_all(head_bits=bits))
         if self.options.adapters:
             ranks = ranks_of(adapter_folders(self.options.adapters), self.shape)
             object.__setattr__(self, "shape", with_adapters(self.shape, ranks))
@@ -139,12 +148,27 @@ def with_fitting_cache(
     return find(request.with_options(kv_bits=fewest))
 
 
+def with_fitting_ends(
+    request: PlanningRequest, find: Callable[[PlanningRequest], _Found]
+) -> _Found:
+    """As `with_fitting_cache`, and with the most of `head_bits` for which it succeeds."""
+
+    def with_most(asked: PlanningRequest) -> _Found:
+        fewest, *more = asked.options.head_bits
+        for bits in reversed(more):
+            with suppress(InfeasibleError):
+                return find(asked.with_options(head_bits=(bits,)))
+        return find(asked.with_options(head_bits=(fewest,)))
+
+    return with_fitting_cache(request, with_most)
+
+
 def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
     """The costs that options ask for, and the sensitivities; perplexity's bound becomes
     max_omega.
     """
     shape, options = request.shape, request.options
-    omega = omega_of(shape, options)
+    omega = omega_of(shape, options).with_head(shape.head_bits)
     if options.max_ppl_delta is not None:
         bound = perplexity_bound(omega).omega_within(options.max_ppl_delta)
         options = replace(options, max_ppl_delta=None, max_omega=bound)
@@ -202,7 +226,9 @@ def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptio
 
 def omega_of(shape: ModelShape, options: PlanOptions) -> Omega:
     if options.omega_file is None:
-        found = Omega(default_sensitivity(shape, options.bits), DEFAULT_SOURCE)
+        matrix = default_sensitivity(shape, (NEAR_FULL_BITS,))
+        head = assumed_head(matrix, (NEAR_FULL_BITS,))
+        found = Omega(default_sensitivity(shape, options.bits), DEFAULT_SOURCE, head=head)
     else:
         found = load_omega(options.omega_file, shape, options.bits)
     scale = scale_of(found, shape, options.rounding, options.bits)

@@ -56,6 +56,12 @@ class PackedWeight(ABC):
         """
         return None
 
+    def rows(self, which: Tensor) -> Tensor | None:
+        """Decode the rows `which` `[n]`, int64, to float32 `[n, in]`, as an embedding looks them
+        up; None for layouts that only this kernel knows.
+        """
+        return None
+
     def products(self, x: Tensor) -> Iterable[Tensor]:
         """Give the product in every way that `forward` may choose, for self-tests."""
         return (self.forward(x),)

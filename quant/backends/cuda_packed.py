@@ -132,7 +132,10 @@ class CudaPacked(CanonicalPacked):
             return None
         return _products_for(type(self), dtype, self.packed.device)
 
-    def decode_rows(self, block: slice) -> torch.Tensor:
+    def rows(self, which: torch.Tensor) -> torch.Tensor:
+        return self.decode_rows(which)
+
+    def decode_rows(self, block: slice | torch.Tensor) -> torch.Tensor:
         codes, scale, zero = self.packed[block], self.scales[block], None
         if self.bits != 8:
             codes = unpack_octets(codes, self.bits)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Self
 from weakref import WeakValueDictionary
 
@@ -53,10 +54,16 @@ class Int8Pack(CanonicalPacked):
         out: Tensor = sums.mul_(self.scale)
         return out.view(*x.shape[:-1], rows)
 
+    def rows(self, which: Tensor) -> Tensor:
+        return decode(self.codes[which], self.scale[which].unsqueeze(1), None, self.bits)
+
     def restored_for(self, x: Tensor) -> Tensor:
         codes, scale = (each.to(x.device, non_blocking=True) for each in (self.codes, self.scale))
         return decode(codes, scale.unsqueeze(1), None, self.bits).to(x.dtype)
 
+
+_TILE = 64
+"""Rows and columns of a tile of oneDNN's layout."""
 
 _ALIKE: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
 """The last weight of each shape that was restored from a file, as long as somebody holds it."""
@@ -123,6 +130,14 @@ class OneDnnW8A8(CanonicalPacked):
         packed_bytes: int = torch.ops.mkldnn._nbytes(self.packed)
         return packed_bytes + tensor_bytes(self.scale, self.zero, self.factor)
 
+    def rows(self, which: Tensor) -> Tensor | None:
+        if not _has_known_tiles():
+            return None
+        columns = len(self.factor)
+        tiles = _tiles(self.packed, len(self.scale), columns)
+        codes = tiles[which // _TILE, :, :, which % _TILE].reshape(len(which), columns)
+        return RotatedCodes(codes, self.scale[which], self.factor).restored()
+
     def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
         warm_up_rounding(in_features)
 
@@ -133,6 +148,24 @@ class OneDnnW8A8(CanonicalPacked):
             1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         return out.mul_(scale).to(x.dtype).view(*x.shape[:-1], self.scale.numel())
+
+
+def _tiles(packed: Tensor, rows: int, columns: int) -> Tensor:
+    """The codes of a packed weight where they lie, int8 `[out / 64, in / 64, 16, 64, 4]`: tiles of
+    64 rows by 64 columns, of which four neighbouring columns lie together for each row.
+    """
+    codes = content_of(packed)[: rows * columns].view(torch.int8)
+    return codes.view(rows // _TILE, columns // _TILE, _TILE // 4, _TILE, 4)
+
+
+@cache
+def _has_known_tiles() -> bool:
+    """Whether oneDNN lays codes out here as `_tiles` reads them, which it promises to nobody."""
+    codes = torch.arange(4 * _TILE * _TILE).mul_(37).remainder_(251).sub_(125).to(torch.int8)
+    codes = codes.view(2 * _TILE, 2 * _TILE)
+    packed = torch.ops.onednn.qlinear_prepack(codes, None)
+    found = _tiles(packed, *codes.shape).permute(0, 3, 1, 2, 4).reshape(codes.shape)
+    return torch.equal(found, codes)
 
 
 def _layout_of(packed: Tensor) -> Tensor:

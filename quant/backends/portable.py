@@ -81,6 +81,9 @@ class Torch8Bit(CanonicalPacked):
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
         return cls(canonical.codes, canonical.scale)
 
+    def rows(self, which: torch.Tensor) -> torch.Tensor:
+        return decode(self.codes[which], self.scale[which], None, self.bits)
+
     def restored_for(self, x: torch.Tensor) -> torch.Tensor:
         codes, scale = (each.to(x.device, non_blocking=True) for each in (self.codes, self.scale))
         return decode(codes, scale, None, self.bits).to(x.dtype)

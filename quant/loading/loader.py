@@ -18,6 +18,7 @@ from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import KEY_TENSORS, is_adapter, is_bias, is_harmless, is_norm
 from quant.common.errors import CheckpointError
+from quant.embedding import QuantizedEmbedding
 from quant.experts import QuantizedExperts
 from quant.linear import (
     LayerForm,
@@ -265,10 +266,19 @@ def load_tensors(
             setattr(owner, name, nn.Parameter(filled, False) if is_parameter else filled)
 
 
+def read_weight(
+    linear: nn.Module, checkpoint: Checkpoint, name_prefix: str, cut: Cut | None
+) -> torch.Tensor:
+    """The part that `cut` takes of the stored weight of `linear`, which is on the meta device."""
+    wanted: torch.Tensor = linear.get_parameter("weight")
+    stored = _read(checkpoint, f"{name_prefix}.weight", wanted, cut)
+    return stored if cut is None else stored[cut.index]
+
+
 def module_nbytes(module: nn.Module) -> int:
     packed: list[PackedWeight | QuantizedExperts] = []
     for child in module.modules():
-        if isinstance(child, QuantizedLinear):
+        if isinstance(child, QuantizedLinear | QuantizedEmbedding):
             packed.append(child.packed)
         elif isinstance(child, QuantizedExperts):
             packed.append(child)

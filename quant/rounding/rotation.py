@@ -260,6 +260,9 @@ class RotatedCodes:
             codes[block], scale[block] = part.codes, part.scale.view(-1)
         return cls(codes, scale, factor)
 
+    def rows(self, which: Tensor) -> Tensor:
+        return replace(self, codes=self.codes[which], scale=self.scale[which]).restored()
+
     def restored(self) -> Tensor:
         return rotate(self.codes.float() * self.scale.unsqueeze(-1)) * self.factor
 

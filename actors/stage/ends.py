@@ -1,0 +1,174 @@
+"""Embedding, final norm and LM head of a stage: loading them at the bits of the plan, and rounding
+them so where a model is evaluated layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actors.stage.partial_model import architecture_of
+from actors.stage.ranks import VocabularyPart
+from actors.stage.spec import StageSpec
+from quant.backends.base import PackedWeight
+from quant.backends.kernel_classes import BACKENDS
+from quant.backends.kernel_rule import KernelRule
+from quant.backends.table import fallback_rule, rule_for
+from quant.checkpoint.reader import Checkpoint
+from quant.embedding import QuantizedEmbedding, packed_for_rows
+from quant.linear import LayerForm, dtype_name, quantize_linear
+from quant.loading.emulated_kernels import (
+    Compute,
+    LayerScheme,
+    RepresentedLinear,
+    represented_product,
+)
+from quant.loading.loader import load_tensors, read_weight
+from quant.rounding.ways import Rounding
+from quant.scheme import FULL_BITS, NEAREST, Cut, LinearShape
+
+ENDS_ROUNDING = Rounding(NEAREST)
+"""Nobody's outputs are the embedding's inputs, and those of the head are normed."""
+
+
+def shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", False)) and spec.is_first
+
+
+def load_ends(
+    model: PreTrainedModel,
+    spec: StageSpec,
+    checkpoint: Checkpoint,
+    form: LayerForm,
+    vocabulary: Cut | None = None,
+) -> None:
+    """Load the parts of a stage beside its layers: embedding, final norm, head, frequencies.
+
+    Embedding of tokens and head have the bits of `form`. `vocabulary`: the rows of both that a rank
+    holds; None: all. Raises `CheckpointError` for unusable weights.
+    """
+    architecture = architecture_of(model.config)
+    decoder = model.get_decoder()
+    path = path_of(model, decoder)
+    _load_coded_ends(model, spec, checkpoint, form, vocabulary)
+    owned = (architecture.embedding if spec.is_first else ()) + (
+        architecture.final if spec.is_last else ()
+    )
+    for child in owned:
+        module = getattr(decoder, child, None)
+        if module is not None:
+            cuts = _cuts(vocabulary if isinstance(module, VocabularyPart) else None)
+            load_tensors(module, checkpoint, f"{path}.{child}", form.dtype, form.device, cuts)
+    if spec.has_head and form.bits == FULL_BITS:
+        head = model.get_output_embeddings()
+        if shares_head(model.config, spec):
+            head.weight = model.get_input_embeddings().weight
+        else:
+            prefix = _head_prefix(model, checkpoint)
+            load_tensors(head, checkpoint, prefix, form.dtype, form.device, _cuts(vocabulary))
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is not None:
+        rotary.to(form.device)
+
+
+def _load_coded_ends(
+    model: PreTrainedModel,
+    spec: StageSpec,
+    checkpoint: Checkpoint,
+    form: LayerForm,
+    vocabulary: Cut | None,
+) -> None:
+    """Replace embedding of tokens and head by ones of fewer bits; a tied one is one weight."""
+    if form.bits == FULL_BITS:
+        return
+    packed: PackedWeight | None = None
+    if spec.has_head:
+        name, head = _head_prefix(model, checkpoint), model.get_output_embeddings()
+        weight = read_weight(head, checkpoint, name, vocabulary)
+        coded: Any = quantize_linear(weight, None, form, name)
+        coded.bias = head.bias  # on the meta device still, where there is one
+        load_tensors(coded, checkpoint, name, form.dtype, form.device, _cuts(vocabulary))
+        model.set_output_embeddings(coded)
+        packed = coded.packed if shares_head(model.config, spec) else None
+    if spec.is_first:
+        decoder, child = model.get_decoder(), architecture_of(model.config).embedding[0]
+        name, embedding = f"{path_of(model, decoder)}.{child}", getattr(decoder, child)
+        weight = read_weight(embedding, checkpoint, name, vocabulary)
+        packed = packed_for_rows(weight, form, name, packed)
+        is_part = isinstance(embedding, VocabularyPart)
+        factor = embedding.factor if is_part else getattr(embedding, "scalar_embed_scale", None)
+        found = QuantizedEmbedding(packed, weight.shape[1], form.dtype, factor)
+        if is_part:
+            embedding.hold(found)
+        else:
+            setattr(decoder, child, found)
+
+
+def _head_prefix(model: PreTrainedModel, checkpoint: Checkpoint) -> str:
+    """Where the LM head is stored: with the embedding where both are one tensor."""
+    architecture = architecture_of(model.config)
+    if getattr(model.config, "tie_word_embeddings", False):
+        return f"{path_of(model, model.get_decoder())}.{architecture.embedding[0]}"
+    stored, names = set(checkpoint.names()), architecture.head_names
+    return next((name for name in names if f"{name}.weight" in stored), names[0])
+
+
+def _cuts(vocabulary: Cut | None) -> Mapping[str, Cut]:
+    """The cut of a module that has nothing but rows of the vocabulary."""
+    return {} if vocabulary is None else {"": vocabulary}
+
+
+def path_of(model: nn.Module, wanted: nn.Module) -> str:
+    """Full name of the module `wanted` within `model`."""
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+    return names[id(wanted)]
+
+
+def round_embedding(
+    model: PreTrainedModel, checkpoint: Checkpoint, scheme: LayerScheme, compute: Compute
+) -> None:
+    """Give the embedding of tokens the numbers that `scheme` rounds it to."""
+    if scheme.bits == FULL_BITS:
+        return
+    decoder, child = model.get_decoder(), architecture_of(model.config).embedding[0]
+    embedding = getattr(decoder, child)
+    name = f"{path_of(model, decoder)}.{child}"
+    weight = read_weight(embedding, checkpoint, name, None)
+    rule = fallback_rule(scheme.bits)
+    if getattr(model.config, "tie_word_embeddings", False) and scheme.backend is None:
+        rule = _planned_rule(weight.shape, scheme, compute)
+    rounded = BACKENDS[rule.name].represent(weight.float(), ENDS_ROUNDING)
+    embedding.weight.data.copy_(rounded)
+
+
+def round_head(
+    model: PreTrainedModel, checkpoint: Checkpoint, scheme: LayerScheme, compute: Compute
+) -> None:
+    """Replace the LM head by one of `scheme`, whose kernel computes where it runs here."""
+    if scheme.bits == FULL_BITS:
+        return
+    head, name = model.get_output_embeddings(), _head_prefix(model, checkpoint)
+    weight = read_weight(head, checkpoint, name, None)
+    rule = _planned_rule(weight.shape, scheme, compute)
+    form = LayerForm(
+        scheme.bits, compute.processor, compute.dtype, compute.device, rounding=NEAREST
+    )
+    if form.rule_of(LinearShape(weight.shape[1], weight.shape[0])) is rule:
+        rounded = quantize_linear(weight, None, form, name)
+        rounded.bias = head.bias
+    else:
+        product = represented_product(rule.name, weight.float(), compute.dtype, ENDS_ROUNDING)
+        rounded = RepresentedLinear(product, head.bias)
+    model.set_output_embeddings(rounded)
+
+
+def _planned_rule(shape: tuple[int, ...], scheme: LayerScheme, compute: Compute) -> KernelRule:
+    """The kernel of a head `[vocabulary, width]` where it is planned, else here."""
+    rows, columns = shape
+    wanted = scheme.bits, LinearShape(columns, rows)
+    if scheme.planned_for is None:
+        return rule_for(compute.processor, *wanted, dtype_name(compute.dtype))
+    return rule_for(scheme.planned_for, *wanted, scheme.planned_dtype)
