@@ -80,6 +80,11 @@ class VllmPlan:
                 "16, and has room for half as many requests, unless its devices take "
                 "--kv-cache-dtype fp8"
             )
+        if self.plan.head_bits != FULL_BITS:
+            yield (
+                f"embedding and LM head are planned with {self.plan.head_bits} bits; the checkpoint "
+                "keeps them in 16, which takes more memory"
+            )
         if len({stage.dtype for stage in self.plan.stages}) > 1:
             yield f"all stages compute in {self._dtype}: vLLM has one type"
         if self._kernel == "the CPU" and len(self.plan.stages) > 1:

@@ -220,7 +220,8 @@ def _full_precision(plan: PlanSpec) -> str:
     mixes = full is not None and full.mean_bits not in BITWIDTHS
     name = "nothing rounded again" if mixes else f"{most} bit"
     if used == {most}:
-        return f"{most} bit: all layers have it"
+        ends = f", embedding and LM head have {plan.head_bits}" if plan.head_bits < most else ""
+        return f"{most} bit: all layers have it{ends}"
     if full is None:
         return f"{name} does not fit"
     slower = 1 - full.tokens_per_s / plan.predicted.tokens_per_s

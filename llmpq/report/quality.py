@@ -31,9 +31,12 @@ def quality_word(plan: PlanSpec) -> QualityWord:
     prefills = Counter[int]() if plan.prefill_plan is None else _counts(plan.prefill_plan)
     if prefills:
         told += f" where stages decode, {_shares(prefills)} where they prefill"
-    if plan.weights is not None and not plan.weights.rounded:
+    rounds_ends = plan.head_bits != FULL_BITS
+    if rounds_ends:
+        told += f", embedding and LM head at {plan.head_bits} bit"
+    if plan.weights is not None and not plan.weights.rounded and not rounds_ends:
         return QualityWord(AS_IT_IS, f"{told}: nothing is rounded again")
-    if {*counts, *prefills} == {FULL_BITS}:
+    if {*counts, *prefills} == {FULL_BITS} and not rounds_ends:
         return QualityWord(AS_IT_IS, f"{told}: nothing is quantized")
     if plan.quality is None:
         return QualityWord("not known", f"{told}: the plan's file does not say it; plan again")

@@ -85,7 +85,7 @@ def _check_deterministic(pipelines: Sequence[PlanSpec], source: str) -> None:
             f"{source}: stage {stage.index} ({stage.label}) cannot be deterministic: {why}; leave "
             "out deterministic, or plan for CPUs that are not divided"
         )
-    forms = {(p.kv_bits, p.rounding, *_forms(p.stages)) for p in pipelines}
+    forms = {(p.kv_bits, p.head_bits, p.rounding, *_forms(p.stages)) for p in pipelines}
     if len(forms) > 1:
         raise SpecError(
             f"{source}: its pipelines hold layers in different bits, types or kernels, so that "

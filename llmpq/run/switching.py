@@ -384,4 +384,4 @@ def _runs(plan: PlanSpec) -> object:
         (stage.device_names, stage.layers, stage.choices, stage.dtype) for stage in plan.stages
     ]
     sizes = plan.workload, plan.micro_batches, plan.policy
-    return stages, sizes, plan.kv_bits, plan.head_on_first
+    return stages, sizes, plan.kv_bits, plan.head_bits, plan.head_on_first

@@ -13,8 +13,8 @@ from typing import Literal
 
 from planner.model.shape import ModelShape
 from planner.plan.parts import DivergenceScale
-from planner.profiles.sensitivity import DEFAULT_SOURCE, Omega
-from quant.scheme import FULL_BITS, GPTQ, WEIGHTED
+from planner.profiles.sensitivity import DEFAULT_SOURCE, HEAD_SHARE, Omega
+from quant.scheme import FULL_BITS, GPTQ, NEAR_FULL_BITS, WEIGHTED
 
 FACTOR, FACTOR_ELSE = 3.3, 5.1
 """How far off a model was at the most, of those that were measured and of those that are published;
@@ -64,6 +64,9 @@ def scale_of(
     for summed, bits in zip(reversed(omega.matrix.sum(axis=0)), reversed(bitwidths), strict=True):
         if summed > (points[-1][0] if points else 0.0):
             points.append((float(summed), expected_nats(shape, rounding, bits)))
+    if not points and omega.head:  # of embedding and LM head alone, at as many bits
+        near = expected_nats(shape, rounding, NEAR_FULL_BITS)
+        points.append((omega.head / HEAD_SHARE, near))
     factor = FACTOR if rounding in (WEIGHTED, GPTQ) else FACTOR_ELSE
     basis: Literal["no unit", "sizes"] = "sizes" if omega.source == DEFAULT_SOURCE else "no unit"
     return DivergenceScale(tuple(points), factor, MARGIN, basis, omega.source)

@@ -1,0 +1,173 @@
+"""Embedding and LM head at 8 bit beside 16: bytes by planning, divergence and a step's time.
+
+    python -m benchmarks.quantization.head [--tokens 8192] [--passes 12]
+
+Bytes are those of one A100 or of one CPU with AVX-512, which hold all layers at 4 bit. Divergence
+is that from the 16-bit model, of SmolLM2 and the demo model (`benchmarks.quantization.models`), in
+float32, with the kernel of 8 bit on CPUs with VNNI. Steps are decode steps of SmolLM2 in bfloat16
+on one thread, with one stage of each kind in this process; both take turns, pass by pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from actors.messages import Admission, MicroBatch, Sampling, TokenRange
+from actors.stage.spec import StageSpec
+from actors.stage.stage import Stage
+from benchmarks.lab import header, processor_name, table_row
+from benchmarks.quantization.models import DEMO, smollm2, texts_for
+from benchmarks.quantization.quality import CPU, FLOAT32, VNNI
+from llmpq.quality.scoring import Subject, evaluate
+from planner.cluster.accelerators import find_accelerator
+from planner.costs.stored_bytes import embedding_bytes, head_bytes, layer_weight_bytes, norm_bytes
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
+from quant.checkpoint.reader import Checkpoint
+from quant.devices import local_processor
+from quant.loading.emulated_kernels import LayerScheme
+from quant.scheme import HEAD_BITWIDTHS, Processor
+
+PLANNED = ("llama-3-8b", "qwen2.5-7b", "qwen2.5-0.5b", "google/gemma-2-2b")
+LAYER_BITS, MIB = 4, 2**20
+REQUESTS, PROMPT, STEPS = (1, 8, 32), 64, 8
+
+
+def whole_bytes(shape: ModelShape, bits: int, processor: Processor, dtype: str) -> tuple[int, int]:
+    """Bytes of all layers at `LAYER_BITS`, and of both ends at `bits` on the same stage."""
+
+    device: Any = SimpleNamespace(processor=processor)
+    layers = shape.over_layers(lambda kind: layer_weight_bytes(kind, LAYER_BITS, device, dtype))
+    own = shape.with_all(head_bits=bits), dtype, processor
+    ends = embedding_bytes(*own, with_head=True) + head_bytes(*own, on_first=True)
+    return layers, ends + norm_bytes(own[0], dtype)
+
+
+def byte_rows(model: Path) -> Iterator[str]:
+    gpu = find_accelerator("A100-SXM4-80GB").processor
+    for name in (str(model), *PLANNED):
+        shape, on_cpu = model_shape(name), name == str(model)
+        processor = Processor() if on_cpu else gpu
+        found = [whole_bytes(shape, bits, processor, "bfloat16") for bits in HEAD_BITWIDTHS]
+        (layers, coded), (_, plain) = found
+        less = 1 - (layers + coded) / (layers + plain)
+        figures = [f"{each / MIB:,.0f}" for each in (layers, plain, coded)]
+        yield table_row(["SmolLM2" if on_cpu else name, *figures, f"{less:.0%}"])
+
+
+def divergence_rows(options: argparse.Namespace) -> Iterator[str]:
+    for model in (smollm2(), DEMO):
+        layers, windows = model_shape(str(model)).layers, texts_for(model, options).held_out
+        full = LayerScheme(dtype=torch.float32)
+        ends = LayerScheme(8, dtype=torch.float32, planned_for=VNNI)
+        rows = LayerScheme(8, dtype=torch.float32, planned_for=Processor(instruction_sets=NONE))
+        eight = LayerScheme(8, dtype=torch.float32)
+        subjects = [
+            Subject("16 bit", (full,) * layers, FLOAT32, FLOAT32),
+            Subject("embedding", (full,) * layers, ends, FLOAT32),
+            Subject("LM head", (full,) * layers, FLOAT32, ends),
+            Subject("both", (full,) * layers, ends, ends),
+            Subject("both, a scale a row and no more", (full,) * layers, rows, rows),
+            Subject("all layers", (eight,) * layers, FLOAT32, FLOAT32),
+        ]
+        name = "demo model" if model == DEMO else "SmolLM2"
+        for result in evaluate(Checkpoint(model), windows, subjects, CPU)[1:]:
+            nats = f"{result.divergence:.5f} ± {result.divergence_error:.5f}"
+            yield table_row([name, result.name, nats])
+
+
+NONE: frozenset[str] = frozenset()
+
+
+class TimedStage:
+    """A stage of all layers, and decode steps of requests whose prompts are not computed."""
+
+    def __init__(self, folder: Path, bits: int, head_bits: int) -> None:
+        layers, longest = model_shape(str(folder)).layers, PROMPT + STEPS + 1
+        most = max(REQUESTS)
+        spec = StageSpec(
+            0, 1, range(layers), (bits,) * layers, "bfloat16", most, longest, most * longest,
+            head_bits=head_bits,
+        )  # fmt: skip
+        began = perf_counter()
+        self.stage = Stage(spec, folder, CPU, local_processor(CPU))
+        self.loading_s = perf_counter() - began
+        admitted = tuple(
+            Admission(slot, str(slot), 10**9, Sampling(ignore_eos=True), room=room)
+            for slot, room in enumerate(TokenRange(s * longest, longest) for s in range(most))
+        )
+        self._longest = longest
+        self.stage.step(self._batch(most, PROMPT, admitted), torch.full((most,), 5))
+
+    def _batch(self, requests: int, start: int, admitted: tuple[Admission, ...]) -> MicroBatch:
+        slots = np.arange(requests)
+        begins = slots * self._longest
+        return MicroBatch(slots, slots * 0 + start, slots * 0 + 1, begins, admitted=admitted)
+
+    def step_s(self, requests: int) -> float:
+        batches = [self._batch(requests, PROMPT + step, ()) for step in range(STEPS)]
+        tokens = torch.arange(5, 5 + requests)
+        began = perf_counter()
+        for each in batches:
+            self.stage.step(each, tokens)
+        return (perf_counter() - began) / STEPS
+
+
+def step_rows(model: Path, passes: int) -> Iterator[str]:
+    for bits in (16, 4):
+        both = {each: TimedStage(model, bits, each) for each in reversed(HEAD_BITWIDTHS)}
+        held = [f"{each.stage.stats().weight_bytes / MIB:.0f}" for each in both.values()]
+        loading = [f"{each.loading_s:.1f}" for each in both.values()]
+        yield table_row([bits, "MiB held", *held, ""])
+        yield table_row([bits, "s to load", *loading, ""])
+        for requests in REQUESTS:
+            found: dict[int, list[float]] = {each: [] for each in both}
+            for _ in range(passes):
+                for each, stage in both.items():
+                    found[each].append(stage.step_s(requests))
+            plain, coded = (median(each) for each in found.values())
+            times = f"{1e3 * plain:.2f}", f"{1e3 * coded:.2f}", f"{plain / coded:.2f} times"
+            yield table_row([bits, f"ms a step of {requests}", *times])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", default=["bytes", "divergence", "steps"])
+    parser.add_argument("--tokens", type=int, default=8192, help="most of the held-out text")
+    parser.add_argument("--passes", type=int, default=12)
+    parser.add_argument("--text", type=Path, nargs="+", help="held-out text")
+    parser.set_defaults(quick=False, calibration=None, calibration_tokens=512)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    model = smollm2()
+    print(f"{processor_name()}, 1 thread, torch {torch.__version__}")
+    tables = {
+        "bytes": (
+            "model | layers at 4 bit, MiB | ends at 16 | at 8 | less in all",
+            byte_rows(model),
+        ),
+        "divergence": ("model | at 8 bit | divergence, nats", divergence_rows(options)),
+        "steps": (
+            "layers' bits | what | head 16 | head 8 | faster",
+            step_rows(model, options.passes),
+        ),
+    }
+    for part in options.parts:
+        names, rows = tables[part]
+        print(f"\n{header(names)}")
+        for row in rows:
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
