@@ -5,7 +5,7 @@ GPTQ and of the variance indicator; no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import gcd
 
@@ -62,6 +62,7 @@ class LinearShape:
     stored_group: int | None = None
     cut_group: int | None = None
     stored_bits: int | None = None
+    stored_narrow: bool = False
 
     @property
     def group(self) -> int:
@@ -70,7 +71,8 @@ class LinearShape:
     @property
     def is_narrow(self) -> bool:
         """Whether scale and zero of a group, if there are both, have a byte each."""
-        return self.stored_group is None and self.group == NARROW_GROUP
+        may_be = self.stored_group is None or self.stored_narrow
+        return may_be and self.group == NARROW_GROUP
 
     @property
     def parameters(self) -> int:
@@ -173,10 +175,11 @@ def part_group(group: int, cut: Cut) -> int:
 
 def part_shape(shape: LinearShape, cut: Cut) -> LinearShape:
     if cut.dimension == ROWS:
-        return LinearShape(shape.in_features, cut.length, shape.stored_group)
+        return replace(shape, out_features=cut.length, cut_group=None, stored_bits=None)
     group = part_group(shape.group, cut)
     is_usual = shape.stored_group is None and group == rounded_group(cut.length)
-    return LinearShape(cut.length, shape.out_features, None if is_usual else group)
+    stored = None if is_usual else group
+    return LinearShape(cut.length, shape.out_features, stored, stored_narrow=shape.stored_narrow)
 
 
 DAMPING = 0.01

@@ -14,10 +14,11 @@ from planner.model.shape import ModelShape
 from planner.workload import Workload
 from quant.backends.kernel_rule import KernelRule
 from quant.backends.table import fallback_rule, rule_for
-from quant.checkpoint.stored_config import WHOLE_ROW, StoredLinear
+from quant.checkpoint.stored_config import ROUNDED_AGAIN, WHOLE_ROW, StoredLinear
 from quant.common.errors import SpecError
 from quant.scheme import AFFINE_BITS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, LinearShape, Processor
 
+_NO_ORDER = WHOLE_ROW, ROUNDED_AGAIN
 _FLOAT32_BYTES = 4
 _CPU = Processor()
 
@@ -80,7 +81,7 @@ def _order_bytes(shape: ModelShape) -> int:
     return sum(
         4 * linear.in_features
         for linear, own in zip(shape.layer_linears, stored.linears or alike, strict=False)
-        if own.bits in AFFINE_BITS and own.group_size not in (WHOLE_ROW, linear.in_features)
+        if own.bits in AFFINE_BITS and own.group_size not in (*_NO_ORDER, linear.in_features)
     )
 
 

@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any
 
 from planner.model.layer_parts import DeltaMixer, Experts, LatentAttention
-from quant.checkpoint.stored_config import WHOLE_ROW, StoredConfig, StoredLinear
+from quant.checkpoint.stored_config import ROUNDED_AGAIN, WHOLE_ROW, StoredConfig, StoredLinear
 from quant.common.errors import SpecError
-from quant.scheme import FULL_BITS, LinearShape, group_size
+from quant.scheme import FULL_BITS, LinearShape, group_size, rounded_group
 
 MAX_LAYERS = 2**12
 MAX_SIZE = 2**24
@@ -175,9 +175,9 @@ class ModelShape:
         if stored is None or bits == stored.bits:
             return self
         if bits not in self._at:
-            again = StoredLinear(bits, WHOLE_ROW)
+            again = StoredLinear(bits, ROUNDED_AGAIN)
             own = tuple(each if each.bits == bits else again for each in stored.linears)
-            changed = replace(stored, bits=bits, group_size=WHOLE_ROW, linears=own)
+            changed = replace(stored, bits=bits, group_size=ROUNDED_AGAIN, linears=own)
             self._at[bits] = replace(self, stored=changed)
         return self._at[bits]
 
@@ -364,11 +364,17 @@ class ModelShape:
         stored = self.stored
         if stored is None:
             return linear
-        own = stored.linears[place] if stored.linears else stored
+        alike = StoredLinear(stored.bits, stored.group_size)
+        own = stored.linears[place] if stored.linears else alike
         size, usual = own.group_size, group_size(linear.in_features)
         group = usual if size == WHOLE_ROW or size % usual == 0 else size
-        bits = None if own.bits == stored.bits else own.bits
-        return replace(linear, stored_group=group, stored_bits=bits)
+        again = size == ROUNDED_AGAIN
+        return replace(
+            linear,
+            stored_group=rounded_group(linear.in_features) if again else group,
+            stored_bits=None if own.bits == stored.bits else own.bits,
+            stored_narrow=again or own.narrow,
+        )
 
     def _attention_linears(self) -> tuple[LinearShape, ...]:
         """Projections of attention, or of what stands in its place, its output last."""

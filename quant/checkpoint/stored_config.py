@@ -26,6 +26,9 @@ WORD_BITS = 32
 WHOLE_ROW = -1
 """The group size of one scale per output row."""
 
+ROUNDED_AGAIN = 0
+"""That of a weight of which a plan keeps no code: its groups are those of any that is rounded."""
+
 GPTQ_METHOD, AWQ, FP8, COMPRESSED = "gptq", "awq", "fp8", "compressed-tensors"
 BITSANDBYTES, MODELOPT, TORCHAO = "bitsandbytes", "modelopt", "torchao"
 NARROW_LAYOUT = "llmpq"
@@ -46,8 +49,11 @@ _COUNT = re.compile(r"(?<![\w\].])\{|\{[^}]{6}")
 
 @dataclass(frozen=True)
 class StoredLinear:
+    """`narrow`: scale and zero of a group have a byte each (`quant.narrow`)."""
+
     bits: int
     group_size: int
+    narrow: bool = False
 
 
 _EVERY = frozenset(("Linear", "_default"))

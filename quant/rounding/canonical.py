@@ -229,7 +229,7 @@ def decode(
 ) -> torch.Tensor:
     """Decode `[rows, in]` with scales and zeros `[rows, groups]` to float32 `[rows, in]`."""
     values = codes.float() if out is None else out.copy_(codes)
-    grouped = values.view(codes.shape[0], scale.shape[1], -1)
+    grouped = values.view(*scale.shape, codes.shape[1] // scale.shape[1])
     scale = scale.float().unsqueeze(-1)
     if zero is not None:
         grouped.sub_(1 << (bits - 1)).mul_(scale).add_(zero.float().unsqueeze(-1))

@@ -150,7 +150,7 @@ def _narrow(parts: Parts, words: int, rows: int) -> _Described:
     bits = bits_of_words(words, columns)
     if bits is None:
         parts.refuse("qweight", f"{columns} codes fill other words")
-    return (rows, columns), StoredLinear(bits, NARROW_GROUP)
+    return (rows, columns), StoredLinear(bits, NARROW_GROUP, narrow=True)
 
 
 def _awq(parts: Parts) -> _Described:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,14 +27,26 @@ from llmpq.cli.measure.checkpoints import quantize_main
 from llmpq.cli.measure.quality import indicator_main
 from llmpq.model_check import checked_shape
 from llmpq.quality.quantize import Quantization, quantize_checkpoint, shared_inputs
+from planner.costs.stored_bytes import layer_weight_bytes
+from planner.model.finding import model_shape
+from planner.model.tensor_parallel import shape_of_ranks
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, PlanMismatchError, SpecError
 from quant.loading.emulated_kernels import Compute, LayerScheme
+from quant.loading.loader import module_nbytes
 from quant.rounding.canonical import dequantize
 from quant.rounding.gptq_format import to_canonical
 from quant.scheme import GptqOptions, Processor
 from tests.actors.configs import VOCABULARY
-from tests.actors.models import generate, random_prompts, references, save_tiny, stages_of
+from tests.actors.models import (
+    generate,
+    random_prompts,
+    references,
+    save_tiny,
+    specs_of,
+    stages_of,
+)
+from tests.actors.thread_ranks import load_ranks
 from tests.llmpq.commands import exit_code
 
 pytestmark = pytest.mark.usefixtures("short_measurement")
@@ -145,6 +158,22 @@ def test_stages_compute_what_the_checkpoint_stands_for(
     with torch.no_grad():
         expected = model(input_ids=token_ids, use_cache=False).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [NARROW, pytest.param(PLAIN, marks=pytest.mark.rare)], ids=str)
+def test_bytes_of_stored_groups_are_those_of_plans(options: GptqOptions, tmp_path: Path) -> None:
+    """Where codes are kept, also by ranks, and where they are rounded again to other bits."""
+    save_tiny(tmp_path / "model", CONFIGS["llama"])
+    folder = make(tmp_path / "model", tmp_path / "made", options=options).folder
+    shape, host = model_shape(folder), SimpleNamespace(processor=PLAIN_CPU)
+    for bits, degree in ((BITS, 1), ((4, 16, 3, 3, 8), 1), (BITS, 2)):
+        (spec,) = specs_of((0, len(BITS)), 1, 8, bits)
+        for rank, stage in enumerate(load_ranks(spec, degree, folder, processor=PLAIN_CPU)):
+            own = shape_of_ranks(shape, degree, range(rank, rank + 1)) if degree > 1 else shape
+            layers = stage._model.get_decoder().layers
+            for index, layer in enumerate(layers):
+                planned = layer_weight_bytes(own.layer(index), bits[index], host, "float32")
+                assert module_nbytes(layer) == planned, (bits, degree, index)
 
 
 def test_tokens_are_those_of_the_library(llama: tuple[Path, Any]) -> None:

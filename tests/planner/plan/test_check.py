@@ -185,6 +185,22 @@ def test_a_plan_with_a_kernel_of_earlier_versions_is_read_and_made_again() -> No
         check_plan(old, shape)
 
 
+def test_bytes_of_wider_groups_of_earlier_versions_are_refused() -> None:
+    """Plans from before groups of 32, whose weights had a quarter of a bit less."""
+    plan, shape = planned(ClusterSpec.from_dict(ONE_CPU), "opt-125m", SMALL, bits=[4])
+    stage, linears = plan.stages[0], shape.layers * shape.layer_linear_parameters
+    weights = stage.memory.weights - linears // 32
+    memory = replace(stage.memory, weights=weights)
+    before = replace(stage, memory=memory, memory_bytes=memory.total)
+    old = PlanSpec.from_json(replace(plan, stages=(before,)).to_json())
+    message = rf"memory\.weights: {weights} where .* make it {stage.memory.weights}; .*version of "
+    with pytest.raises(SpecError, match=message + "llmpq: plan again with llmpq plan"):
+        check_plan(old, shape)
+
+
+ONE_CPU = {"name": "one", "nodes": [{"name": "a", "accelerators": {"CPU": 1}, "memory_gib": 4}]}
+
+
 def test_what_does_not_fit_is_refused() -> None:
     plan, shape = made()
     stage = plan.stages[0]

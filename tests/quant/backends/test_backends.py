@@ -106,6 +106,20 @@ def test_products_against_float64_and_bytes_of_the_rule(rule: KernelRule, dtype:
             assert (error <= limit).all(), (shape, leading)
 
 
+@pytest.mark.parametrize("name", [rule.name for rule in LOCAL_RULES if rule.bits == 8])
+def test_single_rows_are_those_of_the_weight(name: str) -> None:
+    """As an embedding looks them up, in any order and again."""
+    rule = RULES[name]
+    for shape in shapes_of(rule, "bfloat16"):
+        weight, packed = make(rule, "bfloat16", shape)
+        which = torch.tensor([shape[0] - 1, 0, shape[0] // 2, 0])
+        found = packed.rows(which)
+        assert found is not None
+        wanted = type(packed).represent(weight)[which]
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        assert packed.rows(which[:0]).shape == (0, shape[1])
+
+
 def held_bytes(packed: PackedWeight) -> int:
     """Bytes of the tensors among the fields of a packed weight."""
     fields = [getattr(packed, field.name) for field in dataclasses.fields(packed)]  # type: ignore[arg-type]
