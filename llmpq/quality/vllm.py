@@ -82,8 +82,8 @@ class VllmPlan:
             )
         if self.plan.head_bits != FULL_BITS:
             yield (
-                f"embedding and LM head are planned with {self.plan.head_bits} bits; the checkpoint "
-                "keeps them in 16, which takes more memory"
+                f"embedding and LM head are planned with {self.plan.head_bits} bits; vLLM keeps "
+                "them in 16, which takes more memory"
             )
         if len({stage.dtype for stage in self.plan.stages}) > 1:
             yield f"all stages compute in {self._dtype}: vLLM has one type"

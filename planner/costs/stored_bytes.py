@@ -138,7 +138,9 @@ def norm_bytes(shape: ModelShape, dtype: str) -> int:
     return (shape.final_parameters - shape.head_parameters) * DTYPE_BYTES[dtype]
 
 
-def head_bytes(shape: ModelShape, dtype: str, processor: Processor = _CPU, on_first: bool = False) -> int:
+def head_bytes(
+    shape: ModelShape, dtype: str, processor: Processor = _CPU, on_first: bool = False
+) -> int:
     """Bytes of the LM head; 0 where it is tied to an embedding on the same stage."""
     if shape.tied_embeddings and on_first:
         return 0

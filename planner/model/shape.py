@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any
 
 from planner.model.layer_parts import DeltaMixer, Experts, LatentAttention
-from quant.checkpoint.stored_config import ROUNDED_AGAIN, WHOLE_ROW, StoredConfig, StoredLinear
+from quant.checkpoint.stored_config import ROUNDED_AGAIN, StoredConfig, StoredLinear
 from quant.common.errors import SpecError
-from quant.scheme import FULL_BITS, LinearShape, group_size, rounded_group
+from quant.scheme import FULL_BITS, LinearShape
 
 MAX_LAYERS = 2**12
 MAX_SIZE = 2**24
@@ -366,15 +366,7 @@ class ModelShape:
             return linear
         alike = StoredLinear(stored.bits, stored.group_size)
         own = stored.linears[place] if stored.linears else alike
-        size, usual = own.group_size, group_size(linear.in_features)
-        group = usual if size == WHOLE_ROW or size % usual == 0 else size
-        again = size == ROUNDED_AGAIN
-        return replace(
-            linear,
-            stored_group=rounded_group(linear.in_features) if again else group,
-            stored_bits=None if own.bits == stored.bits else own.bits,
-            stored_narrow=again or own.narrow,
-        )
+        return own.held(linear, stored.bits)
 
     def _attention_linears(self) -> tuple[LinearShape, ...]:
         """Projections of attention, or of what stands in its place, its output last."""

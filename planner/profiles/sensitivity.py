@@ -264,7 +264,7 @@ def _experts(
     return np.minimum(experts, full)
 
 
-def _head(content: Mapping[str, Any], path: Path, full: Matrix, bits: list[int]) -> float:
+def _head(content: Mapping[str, Any], path: Path, full: Matrix, bits: Sequence[int]) -> float:
     found = content.get("head")
     if found is None:
         return assumed_head(full, bits)

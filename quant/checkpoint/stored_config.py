@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any
 
 from quant.common.errors import SpecError
-from quant.scheme import AFFINE_BITS, FULL_BITS, NEAR_FULL_BITS
+from quant.scheme import (
+    AFFINE_BITS,
+    FULL_BITS,
+    NEAR_FULL_BITS,
+    LinearShape,
+    group_size,
+    rounded_group,
+)
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -54,6 +61,18 @@ class StoredLinear:
     bits: int
     group_size: int
     narrow: bool = False
+
+    def held(self, linear: LinearShape, layer_bits: int) -> LinearShape:
+        """`linear` as stages hold it in a layer of `layer_bits`, with the groups of its codes."""
+        size, usual = self.group_size, group_size(linear.in_features)
+        group = usual if size == WHOLE_ROW or size % usual == 0 else size
+        again = size == ROUNDED_AGAIN
+        return replace(
+            linear,
+            stored_group=rounded_group(linear.in_features) if again else group,
+            stored_bits=None if self.bits == layer_bits else self.bits,
+            stored_narrow=again or self.narrow,
+        )
 
 
 _EVERY = frozenset(("Linear", "_default"))
