@@ -26,7 +26,7 @@ from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from benchmarks.lab import header, processor_name, table_row
 from benchmarks.quantization.models import DEMO, smollm2, texts_for
-from benchmarks.quantization.quality import CPU, FLOAT32, VNNI
+from benchmarks.quantization.quality import CPU, FLOAT32, VNNI, importance_of
 from llmpq.quality.scoring import Subject, evaluate
 from planner.cluster.accelerators import find_accelerator
 from planner.costs.stored_bytes import embedding_bytes, head_bytes, layer_weight_bytes, norm_bytes
@@ -66,7 +66,8 @@ def byte_rows(model: Path) -> Iterator[str]:
 
 def divergence_rows(options: argparse.Namespace) -> Iterator[str]:
     for model in (smollm2(), DEMO):
-        layers, windows = model_shape(str(model)).layers, texts_for(model, options).held_out
+        shape, windows = model_shape(str(model)), texts_for(model, options).held_out
+        layers = shape.layers
         full = LayerScheme(dtype=torch.float32)
         ends = LayerScheme(8, dtype=torch.float32, planned_for=VNNI)
         rows = LayerScheme(8, dtype=torch.float32, planned_for=Processor(instruction_sets=NONE))
@@ -77,7 +78,7 @@ def divergence_rows(options: argparse.Namespace) -> Iterator[str]:
             Subject("LM head", (full,) * layers, FLOAT32, ends),
             Subject("both", (full,) * layers, ends, ends),
             Subject("both, a scale a row and no more", (full,) * layers, rows, rows),
-            Subject("all layers", (eight,) * layers, FLOAT32, FLOAT32),
+            Subject("all layers", (eight,) * layers, FLOAT32, FLOAT32, importance_of(model, shape)),
         ]
         name = "demo model" if model == DEMO else "SmolLM2"
         for result in evaluate(Checkpoint(model), windows, subjects, CPU)[1:]:
