@@ -37,7 +37,7 @@ from planner.profiles.sensitivity import (
 from planner.scheduling import BOUNDED, PREDICTING
 from planner.workload import Job, Workload, check_length
 from quant.common.errors import InfeasibleError, SpecError
-from quant.scheme import FULL_BITS, GPTQ, KV_BITWIDTHS, NEAR_FULL_BITS
+from quant.scheme import FULL_BITS, GPTQ, KV_BITWIDTHS, NEAR_FULL_BITS, USUAL_BITS
 
 _Found = TypeVar("_Found")
 
@@ -53,10 +53,15 @@ class PlanningRequest:
     job: Job | None = None
 
     def __post_init__(self) -> None:
-        """Have the shape hold the adapters that options name, and embedding and head the bits."""
+        """Have the shape hold the adapters that options name, and embedding and head the bits; bits
+        that layers are stored with may be chosen where none are named.
+        """
         bits = max(self.options.head_bits)
         if self.shape.head_bits != bits:
             object.__setattr__(self, "shape", self.shape.with_all(head_bits=bits))
+        held = {*USUAL_BITS, *(each.stored.bits for each in self.shape.kind_shapes if each.stored)}
+        if self.options.bits == USUAL_BITS != tuple(sorted(held)):
+            object.__setattr__(self, "options", replace(self.options, bits=tuple(sorted(held))))
         if self.options.adapters:
             ranks = ranks_of(adapter_folders(self.options.adapters), self.shape)
             object.__setattr__(self, "shape", with_adapters(self.shape, ranks))

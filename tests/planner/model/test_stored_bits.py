@@ -201,6 +201,16 @@ def test_what_is_stored_loses_nothing_and_may_always_be_used(tmp_path: Path) -> 
         assert again == never
 
 
+def test_bits_that_are_stored_may_be_chosen_where_none_are_named(tmp_path: Path) -> None:
+    found = shape(tmp_path / "model", bits=5, group_size=32, format="llmpq")
+    cluster, workload = ClusterSpec.from_counts(["T4"], [1]), Workload(2, 8, 4)
+    request = PlanningRequest(cluster, found, workload, PlanOptions())
+    assert request.options.bits == (3, 4, 5, 8, 16)
+    assert costs_of(request)[0].sensitivity[:, 2].tolist() == [0.0, 0.0]
+    named = PlanningRequest(cluster, found, workload, PlanOptions(bits=(4, 16)))
+    assert named.options.bits == (4, 16)
+
+
 def test_one_device_keeps_codes_and_another_computes_in_16_bit() -> None:
     """What does not fit a V100 is kept on a T4, and the plan says so."""
     scheme = Scheme(bits=4, group_size=128, symmetric=False)
