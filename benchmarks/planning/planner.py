@@ -2,6 +2,7 @@
 
     python -m benchmarks.planning.planner clusters [--update docs/measurements/planner.md]
     python -m benchmarks.planning.planner defaults [--update docs/measurements/planner.md]
+    python -m benchmarks.planning.planner bitwidths --clusters 1 3 4
 
 Times are CPU seconds of one process, so that other work on the machine does not count. Costs are
 the planner's own: rooflines, and memory by the kernels' rules. Sensitivities are random, uneven
@@ -38,6 +39,7 @@ from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.find import find_plan
 from planner.search.request import cost_model
 from planner.workload import Workload
+from quant.scheme import BITWIDTHS, USUAL_BITS
 
 BITS, GAP = (3, 4, 8, 16), 1e-4
 CLUSTERS = ROOT / "cluster_specs"
@@ -185,6 +187,22 @@ def defaults_table() -> Iterator[str]:
         yield _defaults_row(what, name, ClusterSpec.from_dict(values), OTHER_THETA)
 
 
+def bitwidths_table(numbers: Sequence[int]) -> Iterator[str]:
+    """Markdown rows: plans of four bitwidths and of six, by the theta of the paper."""
+    yield header("cluster | bits | candidates | solved | plan (s) | gap | tokens/s | divergence")
+    for number in numbers:
+        name, theta = PAPER[number]
+        cluster = ClusterSpec.from_yaml(CLUSTERS / f"paper_{number:02}.yaml")
+        for bits in (USUAL_BITS, BITWIDTHS):
+            start, options = time.process_time(), PlanOptions(theta=theta, bits=bits)
+            plan = find_plan(cluster, model_shape(name), name, WORKLOAD, options).plan
+            cpu_s, solver = time.process_time() - start, plan.solver
+            lost = "" if plan.quality is None else f"{plan.quality.divergence:.4f}"
+            told = (f"{cpu_s:.1f}", f"{solver.gap:.0e}", f"{plan.predicted.tokens_per_s:.1f}", lost)
+            listed = " ".join(map(str, bits))
+            yield table_row((f"paper {number}", listed, solver.candidates, solver.solved, *told))
+
+
 def _defaults_row(what: str, name: str, cluster: ClusterSpec, theta: float) -> str:
     start = time.process_time()
     plan = find_plan(cluster, model_shape(name), name, WORKLOAD, PlanOptions(theta=theta)).plan
@@ -205,7 +223,7 @@ def _defaults_row(what: str, name: str, cluster: ClusterSpec, theta: float) -> s
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and update a page or plot if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["clusters", "defaults"])
+    parser.add_argument("what", choices=["clusters", "defaults", "bitwidths"])
     parser.add_argument("--clusters", type=int, nargs="+", default=list(PAPER), choices=PAPER)
     parser.add_argument("--samples", type=int, default=3, help="published problems a cluster")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each of them")
@@ -213,6 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.what == "clusters":
         rows = clusters_table(chosen.clusters, chosen.samples, chosen.limit)
+    elif chosen.what == "bitwidths":
+        rows = bitwidths_table(chosen.clusters)
     else:
         rows = defaults_table()
     show(rows, chosen.update, chosen.what)

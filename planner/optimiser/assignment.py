@@ -55,7 +55,8 @@ class Assignment:
     `AssignmentProblem.bitwidths`. `seconds` is the wall-clock time of the solve. `status` is
 
     - "optimal": proven within the gap that was asked for;
-    - "bounded": the best found within a bound on quality or latency, with a wider gap;
+    - "bounded": the best found within a bound on quality or latency, or with some of many
+      bitwidths, with a wider gap;
     - "time_limit": the best found in time;
     - "cutoff": nothing beats the given upper bound by more than the gap; there is no assignment
       (both tuples are empty, the objective is infinite);

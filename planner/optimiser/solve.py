@@ -202,9 +202,10 @@ def solve_by(
 ) -> Assignment:
     """Assign layers to stages and bitwidths by a `method` of `METHODS`; "auto" searches exactly
     without an integer programme, unless options name another solver than HiGHS. Exact methods stop
-    when proven within the gap ("optimal"), out of time ("time_limit"), or when nothing beats the
-    upper bound by the gap ("cutoff", no assignment). `tables` are those of the problem's
-    sensitivity. InfeasibleError where nothing fits, SpecError for options that cannot be used.
+    when proven within the gap ("optimal") or with some of many bitwidths ("bounded"), out of time
+    ("time_limit"), or when nothing beats the upper bound by the gap ("cutoff", no assignment).
+    `tables` are those of the problem's sensitivity. InfeasibleError where nothing fits, SpecError
+    for options that cannot be used.
     """
     if method not in METHODS:
         raise SpecError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")

@@ -54,7 +54,8 @@ def solve_with_few(
         return replace(found, bound=bound)
     chosen = np.flatnonzero(kept)[list(found.bitwidth)]
     found = replace(found, bitwidth=tuple(chosen.tolist()))
-    return conclude(found, bound, options, start_s, 2 * ROUNDING)
+    told = conclude(found, bound, options, start_s, 2 * ROUNDING)
+    return replace(told, status="bounded") if found.status == "optimal" != told.status else told
 
 
 def _over_s(relaxed: RelaxedProblem) -> tuple[FloatArray, IntArray]:
