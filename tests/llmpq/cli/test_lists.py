@@ -129,7 +129,7 @@ def test_json_of_models_has_their_sizes(capsys: pytest.CaptureFixture[str]) -> N
         assert each["parameters"] == shape.total_parameters
         assert each["names"] == list(names_of_builtin(each["name"]))
         assert sizes["16"] == 2 * shape.total_parameters
-        assert sizes["16"] > sizes["8"] > sizes["4"] > sizes["3"]
+        assert sizes["16"] > sizes["8"] > sizes["6"] > sizes["5"] > sizes["4"] > sizes["3"]
         # A weight of 4 bit has a scale and a zero of 16 bit for each group of up to 128 too.
         kinds = zip(shape.kind_shapes, shape.kind_counts, strict=True)
         linears = sum(count * kind.layer_linear_parameters for kind, count in kinds)
@@ -139,7 +139,9 @@ def test_json_of_models_has_their_sizes(capsys: pytest.CaptureFixture[str]) -> N
         assert sum(kind["layers"] for kind in each["kinds"]) == shape.layers
     by_name = {each["name"]: each for each in found}
     # 30.5 * 10^9 weights in 16 bit are 56.9 GiB, of 4 bit 15.8: more than 16 GiB offer.
-    assert by_name["qwen3-30b-a3b"]["gpu_gib"] == {"16": 64, "8": 32, "4": 24, "3": 16}
+    assert by_name["qwen3-30b-a3b"]["gpu_gib"] == {
+        **{"16": 64, "8": 32, "6": 32, "5": 24, "4": 24, "3": 16}
+    }
     assert by_name["qwen3.5-397b-a17b"]["gpu_gib"]["16"] is None
 
 

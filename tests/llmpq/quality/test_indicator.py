@@ -380,7 +380,7 @@ def test_bad_input_of_the_command(
     assert run(*complete, "--perplexity", text) == 2  # one window of 40 tokens
     assert "one window, which tells no error" in capsys.readouterr().err
     assert load_omega(omega, model_shape(str(model)), BITS).points == ()  # what was done is kept
-    assert run(*complete, "--bits", 5) == 2
+    assert run(*complete, "--bits", 7) == 2
 
 
 def test_help_loads_neither_torch_nor_ray() -> None:
