@@ -191,7 +191,7 @@ def _capability_in_words(each: Accelerator) -> str:
 def _wheels(each: Accelerator) -> str:
     """The builds of torch that run on it; see the installation page for versions."""
     if each.rocm_architecture is not None:
-        return "ROCm wheels; weights of 3, 4 and 8 bit by kernels in plain torch"
+        return "ROCm wheels; weights below 16 bit by kernels in plain torch"
     if each.compute_capability is None:
         return "any wheels"
     if each.compute_capability < (7, 5):
