@@ -167,8 +167,9 @@ def described(what: Any, seen: tuple[int, ...] = ()) -> object:
     if isinstance(what, ModuleType):
         return what.__name__
     if isinstance(what, type) and what.__module__.partition(".")[0] in _PACKAGES:
-        methods = sorted((k, v) for k, v in vars(what).items() if isinstance(v, FunctionType))
-        return what.__qualname__, [described(method, seen) for _, method in methods]
+        members = [getattr(v, "__func__", getattr(v, "fget", v)) for v in vars(what).values()]
+        methods = [each for each in members if isinstance(each, FunctionType)]
+        return what.__qualname__, [described(method, seen) for method in methods]
     if isinstance(what, set | frozenset):
         return sorted(map(repr, what))
     return repr(what)

@@ -64,7 +64,7 @@ def nearest_narrow(low: Tensor, high: Tensor, bits: int, factor: Tensor) -> tupl
     low, high = low.clamp(max=0), high.clamp(min=0)
     scale = (high - low) / _reach(bits)
     scale = (scale / factor).ceil().clamp(1, MOST) * factor
-    middle = torch.where(high > low, (low + high + scale) / 2, 0.0)
+    middle = ((low + high + scale) / 2).where(high > low, 0.0)
     return scale, _zero(middle, scale, zero_steps(bits))
 
 

@@ -55,6 +55,7 @@ from quant.linear import LayerForm
 from quant.loading.cache_folder import ShardCache
 from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import load_layer, load_tensors, loading
+from quant.scheme import WEIGHTED
 
 CPU = torch.device("cpu")
 LOOK_EVERY_S = 0.005
@@ -65,7 +66,7 @@ HAS_PEER = all(importlib.util.find_spec(name) for name in ("bitsandbytes", "acce
 @dataclass(frozen=True)
 class Way:
     """One way to load: by us or by `peer`; `cache` is none, write or hit; `stored`: the format of a
-    quantized checkpoint.
+    quantized checkpoint; `rounding` of what is none.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Way:
     cache: str = "none"
     peer: bool = False
     stored: str = ""
+    rounding: str = WEIGHTED
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,9 @@ def ways_of(bits: int) -> list[Way]:
     found = [Way("sequential", bits, cold, overlapped=False) for cold in (True, False)] + [
         Way("overlapped", bits, cold) for cold in (True, False)
     ]
+    if bits != 8:
+        name = "overlapped, nearest rounding"
+        found += [Way(name, bits, cold, rounding="nearest") for cold in (True, False)]
     found += [Way("overlapped, writing the cache", bits, cold=True, cache="write")]
     found += [Way("from the cache", bits, cold, cache="hit") for cold in (True, False)]
     if bits == 4 and HAS_PEER:
@@ -200,7 +205,9 @@ def load(
         return None
     checkpoint = Checkpoint(folder)
     model: Any = empty_model(LlamaConfig.from_pretrained(folder))
-    form = LayerForm(way.bits, local_processor(device), dtype_on(device), device, backend)
+    form = LayerForm(
+        way.bits, local_processor(device), dtype_on(device), device, backend, way.rounding
+    )
     loads = [
         LayerLoad(layer, f"model.layers.{index}", form)
         for index, layer in enumerate(model.model.layers)

@@ -21,7 +21,8 @@ from quant.common.errors import CheckpointError, SpecError
 from quant.devices import row_blocks
 from quant.narrow import range_factor
 from quant.rounding.canonical import CANONICAL_BITS
-from quant.rounding.weighted import Grid, even_importance, fit, is_compiled
+from quant.rounding.group_fit import Grid
+from quant.rounding.weighted import even_importance, fit, is_compiled
 from quant.scheme import MOST_DAMPING, NARROW_GROUP, GptqOptions
 
 _MORE_DAMPING = 10.0

@@ -92,9 +92,9 @@ def affine_parameters(
     half = 1 << (bits - 1)
     step = (high - low) / (2 * half - 1)
     zero = (low + half * step).bfloat16().float()
-    scale = torch.maximum((high - zero) / (half - 1), (zero - low) / half)
+    scale = ((high - zero) / (half - 1)).maximum((zero - low) / half)
     scale = round_up_to_bfloat16(scale)
-    return scale.masked_fill_(scale == 0, 1.0), zero
+    return scale.where(scale > 0, 1.0), zero
 
 
 def _round(values: torch.Tensor, draws: torch.Generator | None) -> None:

@@ -13,9 +13,10 @@ from quant.common.errors import SpecError
 from quant.narrow import range_factor
 from quant.numba_loops import has_numba
 from quant.rounding.canonical import dequantize, quantize
+from quant.rounding.group_fit import GRIDS, Grid
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import Rounding
-from quant.rounding.weighted import GRIDS, Grid, column_importance, fit
+from quant.rounding.weighted import column_importance, fit
 from quant.scheme import AFFINE_BITS
 
 NEAREST, WEIGHTED = Rounding("nearest"), Rounding("weighted")
@@ -154,12 +155,12 @@ def test_both_ways_give_the_same_codes(grid: Grid, dtype: torch.dtype) -> None:
     for bits in (3, 4, 5, 8):
         compiled, plain = (fitted(weight, importance, bits, 64, grid, way) for way in (True, False))
         assert (compiled[1] == plain[1]).float().mean() > 0.97
-        assert (compiled[0] == plain[0]).float().mean() > 0.99
+        assert (compiled[0] == plain[0]).float().mean() > 0.98
         errors = [
             group_errors(weight, restored(each, bits, grid), importance, 3).sum()
             for each in (compiled, plain)
         ]
-        assert float(errors[0] / errors[1]) == pytest.approx(1, abs=0.01)
+        assert float(errors[0] / errors[1]) == pytest.approx(1, abs=0.002)
 
 
 @pytest.mark.parametrize("compiled", WAYS)
