@@ -20,6 +20,7 @@ from planner.optimiser.assignment import (
     fastest_boundaries,
     stage_times,
 )
+from planner.optimiser.boxes.few_bitwidths import has_many, solve_with_few
 from planner.optimiser.boxes.search import solve_by_boxes
 from planner.optimiser.feasibility import require_feasible, run_sums
 from planner.optimiser.milp import solve_exactly
@@ -212,7 +213,10 @@ def solve_by(
     require_known(options.solver)
     if method == "auto" and options.solver != DEFAULT_SOLVER:
         method = "ilp"
-    return METHODS[method](problem, options, tables or LossTables(problem))
+    found, tables = METHODS[method], tables or LossTables(problem)
+    if method in BY_COUNTS and has_many(problem):
+        return solve_with_few(problem, options, tables, found)
+    return found(problem, options, tables)
 
 
 def solve_automatically(
@@ -232,6 +236,9 @@ def solve_automatically(
     seconds = found.seconds + options.clock() - start_s
     return replace(better, bound=bound, status="time_limit", seconds=seconds)
 
+
+BY_COUNTS = ("auto", "transfer")
+"""Methods that have tables of all ways to count layers by bitwidth."""
 
 METHODS: dict[str, Callable[[AssignmentProblem, SolveOptions, LossTables], Assignment]] = {
     "auto": solve_automatically,

@@ -55,7 +55,9 @@ def solve_with_few(
     chosen = np.flatnonzero(kept)[list(found.bitwidth)]
     found = replace(found, bitwidth=tuple(chosen.tolist()))
     told = conclude(found, bound, options, start_s, 2 * ROUNDING)
-    return replace(told, status="bounded") if found.status == "optimal" != told.status else told
+    if found.status != "optimal":
+        return replace(told, status=found.status)
+    return told if told.status == "optimal" else replace(told, status="bounded")
 
 
 def _over_s(relaxed: RelaxedProblem) -> tuple[FloatArray, IntArray]:

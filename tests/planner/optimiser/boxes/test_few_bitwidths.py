@@ -10,6 +10,7 @@ import pytest
 from planner.optimiser.assignment import SolveOptions, evaluate
 from planner.optimiser.boxes import few_bitwidths
 from planner.optimiser.boxes.search import solve_by_boxes
+from planner.optimiser.solve import solve_by
 from quant.scheme import BITWIDTHS
 from tests.planner.problems import Shape, brute_force, cluster_problem
 
@@ -39,6 +40,15 @@ def test_what_is_told_holds_for_all_bitwidths(theta: float) -> None:
             assert found.objective == pytest.approx(least, rel=1e-6)
             proven += 1
     assert proven >= 2, "layers are so few that the relaxation is far off"
+
+
+def test_transfer_is_between_the_same_bitwidths() -> None:
+    problem = cluster_problem(replace(SHAPE, theta=0.5), 3)
+    exact, found = (solve_by(method, problem, SolveOptions()) for method in ("auto", "transfer"))
+    assert found.status == "transfer"
+    assert found.bound <= exact.objective * (1 + 1e-9)
+    assert exact.objective * (1 - 1e-4) <= found.objective < 1.1 * exact.objective
+    assert evaluate(problem, found.first_layer, found.bitwidth) == found.objective
 
 
 def test_the_smallest_bits_are_there_where_nothing_else_fits() -> None:
