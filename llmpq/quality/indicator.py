@@ -147,9 +147,7 @@ class LayerAlone:
         or at `every_bitwidth`; NaN at others, 0 at 16 bit and for experts that are not there.
         `progress` counts layers over all passes. Raises as `evaluate`.
         """
-        shape, length = model_shape(str(self.checkpoint.folder)), self.token_ids.shape[1]
-        some = self.token_ids[: max(1, ALONE_TOKENS // length)]
-        windows = Windows(some, np.full(len(some), length))
+        shape, windows = model_shape(str(self.checkpoint.folder)), self._windows
         found = np.full((2, shape.layers, len(self.bitwidths)), np.nan)
         found[..., [bits == FULL_BITS for bits in self.bitwidths]] = 0.0
         dense = [shape.layer(layer).experts is None for layer in range(shape.layers)]
@@ -162,7 +160,8 @@ class LayerAlone:
             for part, layer in np.argwhere(np.isnan(found[..., column])).tolist()
         ]
         itemsize = (self.like.dtype or torch.float32).itemsize
-        at_once = max(1, _HIDDEN_BYTES // (some.size * shape.hidden_size * itemsize))
+        hidden = windows.token_ids.size * shape.hidden_size
+        at_once = max(1, _HIDDEN_BYTES // (hidden * itemsize))
         passes = list(range(0, len(wanted), at_once))
         for number, first in enumerate(passes):
             cells = wanted[first : first + at_once]
@@ -179,8 +178,21 @@ class LayerAlone:
                 found[tuple(cell)] = max(0.0, result.divergence or 0.0)
         return found
 
-    def _subject(self, schemes: Sequence[LayerScheme]) -> Subject:
-        ends = LayerScheme(dtype=self.like.dtype)
+    def divergence_of_ends(self, device: torch.device) -> float:
+        """The divergence in nats a token with embedding and LM head alone at `MEASURED_ALONE`."""
+        layers = [self.like] * model_shape(str(self.checkpoint.folder)).layers
+        subjects = [self._subject(layers, bits) for bits in (FULL_BITS, MEASURED_ALONE)]
+        _, coded = evaluate(self.checkpoint, self._windows, subjects, device)
+        return max(0.0, coded.divergence or 0.0)
+
+    @property
+    def _windows(self) -> Windows:
+        length = self.token_ids.shape[1]
+        some = self.token_ids[: max(1, ALONE_TOKENS // length)]
+        return Windows(some, np.full(len(some), length))
+
+    def _subject(self, schemes: Sequence[LayerScheme], head_bits: int = FULL_BITS) -> Subject:
+        ends = LayerScheme(head_bits, dtype=self.like.dtype)
         return Subject("layer alone", tuple(schemes), ends, ends, self.importance)
 
 

@@ -87,7 +87,8 @@ def measure_omega(
     The importance that the pass sees is written to `importance_file`. Raises `SpecError`,
     `InputError` and `CheckpointError` for options, text and weights that cannot be used.
     """
-    began, shape, experts = time.perf_counter(), model_shape(str(folder)), None
+    began, shape = time.perf_counter(), model_shape(str(folder))
+    experts = head = None
     provenance: dict[str, str | int | float] = {"method": options.method}
     refuse_stored(shape, folder)
     if options.needs_text:
@@ -95,7 +96,9 @@ def measure_omega(
         windows = windows_of(calibration, folder, EvaluationOptions(options.sequence_length))
         sample = drawn_windows(windows, options.sequences, options.seed)
         checkpoint = Checkpoint(folder, options.adapter)
-        parts, measured, importance = _measured(checkpoint, sample, options, compute, progress)
+        parts, head, measured, importance = _measured(
+            checkpoint, sample, options, compute, progress
+        )
         provenance |= measured
         matrix, experts = parts.sum(axis=0), parts[1] if parts[1].any() else None
         if importance_file is not None:
@@ -110,7 +113,9 @@ def measure_omega(
         "seconds": time.perf_counter() - began,
         "llmpq": llmpq_version(),
     }
-    return OmegaContent(options.bits, shape.fingerprint(), matrix, provenance, experts=experts)
+    return OmegaContent(
+        options.bits, shape.fingerprint(), matrix, provenance, experts=experts, head=head
+    )
 
 
 def _measured(
@@ -119,9 +124,9 @@ def _measured(
     options: IndicatorOptions,
     compute: Compute,
     progress: ReportProgress | None,
-) -> tuple[Matrix, dict[str, str | int | float], Importance]:
-    """The indicator on a text as of `measure_indicators`, never rising with the bits, its
-    provenance, and the importance of all layers.
+) -> tuple[Matrix, float | None, dict[str, str | int | float], Importance]:
+    """The indicator on a text as of `measure_indicators`, never rising with the bits, what
+    embedding and head lose, if that is measured, its provenance, and the importance of all layers.
     """
     indicators = {options.method: _indicator(options, compute)}
     found, layers = measure_indicators(
@@ -130,11 +135,12 @@ def _measured(
     fingerprint = token_digest(sample)
     seen = f"{sample.size} tokens, digest {fingerprint}"
     importance = Importance(tuple(layers), seen, model_shape(str(checkpoint.folder)).fingerprint())
-    parts = found[options.method]
+    parts, head = found[options.method], None
     if options.method == ERROR:
         like = LayerScheme(dtype=compute.dtype, rounding=options.rounding)
         alone = LayerAlone(checkpoint, sample, options.bits, like, importance)
         parts = in_nats(parts, alone.divergence(compute.device, progress))
+        head = alone.divergence_of_ends(compute.device)
     sequences, length = sample.shape
     provenance = _form(options) | {
         "calibration_tokens": sample.size,
@@ -147,7 +153,7 @@ def _measured(
     # Where 8 bit scales whole rows that hold an outlier, it may lose more than 4 bit; a planner
     # must not prefer the lower one for that.
     falling = np.maximum.accumulate(parts[..., ::-1], axis=-1)[..., ::-1]
-    return falling, provenance, importance
+    return falling, head, provenance, importance
 
 
 def measure_points(
