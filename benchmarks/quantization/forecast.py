@@ -78,7 +78,7 @@ def print_forecasts(name: str, model: Path, texts: Texts, layers: bool) -> list[
     omega = None
     if layers:
         documents = [tuple(map(int, row)) for row in texts.calibration.token_ids]
-        omega = measure_omega(model, documents, IndicatorOptions(device="cpu"))
+        omega = measure_omega(model, documents, IndicatorOptions(bits=BITWIDTHS, device="cpu"))
     named = dict(assignments(shape.layers))
     full, *found = measured(model, texts, list(named.values()), WEIGHTED)
     print(f"\n{name}: {full.tokens} tokens, perplexity {full.perplexity:.3f} at 16 bit\n")

@@ -18,7 +18,7 @@ from torch import Tensor
 from quant.checkpoint.model_reference import demo_gguf
 from quant.checkpoint.reader import Checkpoint
 from quant.rounding.canonical import dequantize, quantize
-from quant.scheme import BITWIDTHS, FULL_BITS
+from quant.scheme import FULL_BITS, USUAL_BITS
 from tests.quant.stored_formats import affine, compress, meant, of_table
 
 LAYERS = (0, 7, 14, 21, 29)
@@ -65,7 +65,7 @@ def main() -> None:
         stored = [encode(each) for each in every]
         total = sum(float(each.square().sum()) for each in stored)
         errors = []
-        for bits in BITWIDTHS:
+        for bits in USUAL_BITS:
             if bits != FULL_BITS:
                 lost = (dequantize(quantize(each, bits)) - each for each in stored)
                 error = math.sqrt(sum(float(each.square().sum()) for each in lost) / total)

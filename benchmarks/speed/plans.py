@@ -26,7 +26,7 @@ from benchmarks.lab import header, processor_name, table_row
 from benchmarks.speed.throughput_contestants import CLUSTER, CORES, Case
 from llmpq import Cluster, Workload
 from quant.checkpoint.model_reference import DEMO
-from quant.scheme import BITWIDTHS
+from quant.scheme import USUAL_BITS
 
 RANDOM = "168M"
 
@@ -49,10 +49,10 @@ class PlannedCase:
 
 CASES = {
     "16bit": PlannedCase(RANDOM, 1, (16,)),
-    "planned": PlannedCase(RANDOM, 1, BITWIDTHS),
-    "two": PlannedCase(RANDOM, 2, BITWIDTHS),
+    "planned": PlannedCase(RANDOM, 1, USUAL_BITS),
+    "two": PlannedCase(RANDOM, 2, USUAL_BITS),
     "two-16bit": PlannedCase(RANDOM, 2, (16,)),
-    "smollm2": PlannedCase(DEMO, 1, BITWIDTHS),
+    "smollm2": PlannedCase(DEMO, 1, USUAL_BITS),
 }
 
 

@@ -217,8 +217,7 @@ def _full_precision(plan: PlanSpec) -> str:
     most, full = most_bits(plan), plan.beside.full_precision
     if full is None and plan.latency is not None and used != {most}:
         return ""  # it was looked for only where time was left
-    mixes = full is not None and full.mean_bits not in BITWIDTHS
-    name = "nothing rounded again" if mixes else f"{most} bit"
+    name = f"{most} bit" if full is None or _is_one(plan, full) else "nothing rounded again"
     if used == {most}:
         ends = f", embedding and LM head have {plan.head_bits}" if plan.head_bits < most else ""
         return f"{most} bit: all layers have it{ends}"
@@ -236,6 +235,10 @@ def most_bits(plan: PlanSpec) -> int:
         return round(plan.beside.full_precision.mean_bits)
     used = max(used_bits(plan))
     return used if plan.origin is None else max(used, *plan.origin.options.bits)
+
+
+def _is_one(plan: PlanSpec, full: PlanChoice) -> bool:
+    return full.mean_bits in (BITWIDTHS if plan.origin is None else plan.origin.options.bits)
 
 
 def used_bits(plan: PlanSpec) -> set[int]:
@@ -378,9 +381,8 @@ def _choices(plan: PlanSpec) -> Iterator[tuple[str, PlanChoice, str]]:
     yield f"this plan{f' ({listed(own)})' if own else ''}", present, "taken"
     for choice, names in groups.items():
         yield listed(list(names)), choice, f"--quality {names[0]}"
-    full = beside.full_precision
-    if full is not None and full.mean_bits in BITWIDTHS and full.mean_bits > present.mean_bits:
-        bits = most_bits(plan)
+    full, bits = beside.full_precision, most_bits(plan)
+    if full is not None and _is_one(plan, full) and full.mean_bits > present.mean_bits:
         yield f"all layers at {bits} bit", full, f"--bits {bits}"
     if beaten(plan) and beside.beaten_by is not None:
         yield "fewer in flight", beside.beaten_by, "--input or --prompts in place of --global_bz"

@@ -41,7 +41,7 @@ from planner.search.find import find_plan
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
 from quant.devices import local_processor
-from quant.scheme import BITWIDTHS, FULL_BITS
+from quant.scheme import FULL_BITS, USUAL_BITS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
 
@@ -89,7 +89,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
         else "part `layers` has left no profile: predictions are the datasheet's alone"
     )
     dtype = spec.devices[0].compute_dtype()
-    backends = backends_here(place, BITWIDTHS, dtype)
+    backends = backends_here(place, USUAL_BITS, dtype)
     note_substitutes(findings, place, backends, dtype)
     table = findings.table(
         f"{workload.global_batch} prompts of {workload.prompt_length} tokens, "
@@ -122,8 +122,8 @@ def plans(
     """The plans to run, each with its name and the cluster it was planned for."""
     shape = model_shape(folder)
     layers = shape.layers
-    uniform = {bits: fixed_plan(spec, folder, workload, [bits] * layers) for bits in BITWIDTHS}
-    for bits in reversed(BITWIDTHS):
+    uniform = {bits: fixed_plan(spec, folder, workload, [bits] * layers) for bits in USUAL_BITS}
+    for bits in reversed(USUAL_BITS):
         yield f"{bits}", uniform[bits], spec
     mixed = [MIXED[i % len(MIXED)] for i in range(layers)]
     yield "3/4/8/16 in turn", fixed_plan(spec, folder, workload, mixed), spec
@@ -200,7 +200,7 @@ def one_pass(plan: PlanSpec, stages: Sequence[Stage], requests: Sequence[Request
 
 def _described(plan: PlanSpec) -> str:
     """Describe a plan for little memory: how many layers have which bits."""
-    counts = {bits: plan.stages[0].bitwidths.count(bits) for bits in BITWIDTHS}
+    counts = {bits: plan.stages[0].bitwidths.count(bits) for bits in USUAL_BITS}
     return "planned: " + ", ".join(f"{n} at {bits}" for bits, n in counts.items() if n)
 
 

@@ -24,7 +24,7 @@ from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
 from quant.common.errors import DoesNotFitError, SpecError
 from quant.common.units import MIB
-from quant.scheme import BITWIDTHS, Processor
+from quant.scheme import USUAL_BITS, Processor
 
 SHAPE = model_shape("qwen2.5-0.5b")
 WORKLOAD = Workload(1, 64, 16)
@@ -102,7 +102,7 @@ def test_a_plan_counts_what_its_ends_lose_beside_its_layers() -> None:
 
 def test_measured_losses_of_ends_come_from_the_file(tmp_path: Path) -> None:
     path, matrix = tmp_path / "omega.json", np.ones((SHAPE.layers, 1)) * [[4.0, 2.0, 1.0, 0.0]]
-    content = OmegaContent(BITWIDTHS, SHAPE.fingerprint(), matrix)
+    content = OmegaContent(USUAL_BITS, SHAPE.fingerprint(), matrix)
     for head, expected in ((0.25, 0.25), (None, HEAD_SHARE * SHAPE.layers)):
         save_omega(path, replace(content, head=head))
         omega = load_omega(path, SHAPE, (4, 16))
