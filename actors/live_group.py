@@ -12,6 +12,7 @@ from typing import Protocol, Self
 
 from actors.messages import Finished, KnownLogprobs, Progress, Request
 from actors.processes.observer import Observer, StageTrace
+from actors.processes.request_log import RequestTimes
 from actors.stage_figures import LayersLoaded, QueueDepth, StageStats
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
@@ -105,6 +106,11 @@ class JoinedObserver:
     def traces(self) -> tuple[StageTrace | None, ...]:
         asked = zip(self._observers(False), self._stages, strict=True)
         return tuple(each for one, n in asked for each in (one.traces() if one else (None,) * n))
+
+    def take_requests(self, custom_ids: Sequence[str]) -> tuple[dict[str, RequestTimes], ...]:
+        asked = zip(self._observers(False), self._stages, strict=True)
+        found = [one.take_requests(custom_ids) if one else ({},) * n for one, n in asked]
+        return tuple(each for stages in found for each in stages)
 
 
 AnyObserver = Observer | JoinedObserver

@@ -111,6 +111,7 @@ class RunKeywords(SamplingKeywords, PromptingKeywords, total=False):
     no_cache: bool
     transport: Transport
     trace: str | Path | None
+    trace_to: str | None
     on_device_loss: OnDeviceLoss
     retries: int
     hang_s: float

@@ -79,6 +79,7 @@ class StageActor(RankActor):
     stats = _at_once("stats")
     clock_s = _at_once("clock_s")
     spans = _at_once("spans")
+    take_requests = _at_once("take_requests")
     heartbeat = _at_once("heartbeat")
     stop = _at_once("stop")
     open_rendezvous = _at_once("open_rendezvous")

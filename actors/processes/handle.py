@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 from actors.messages import KvPart, Request
 from actors.processes.health import Heartbeat, RunReport
 from actors.processes.meter import Spans
+from actors.processes.request_log import RequestTimes
 from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import LayersLoaded, StageStats
 from actors.transport.rendezvous import Rendezvous
@@ -178,3 +179,6 @@ class StageHandle:
 
     def spans(self) -> ObjectRef[Spans | None]:
         return self._ask("spans")
+
+    def take_requests(self, custom_ids: Sequence[str]) -> ObjectRef[dict[str, RequestTimes]]:
+        return self._ask("take_requests", custom_ids)

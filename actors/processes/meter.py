@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from actors.messages import BATCH_KINDS, BatchKind, MicroBatch
+from actors.processes.request_log import RequestLog, RequestTimes
 from actors.stage_figures import PhaseWork, StageStats, Supervision
 from planner.scheduling import Phase
 
@@ -47,13 +48,14 @@ class TelemetryOptions:
     """Options for what stages note beside their counts.
 
     `job` names the run in metrics. `prefill_tokens` and `decode_requests` are those of the planned
-    micro-batches. `trace`: keep the times of every micro-batch.
+    micro-batches. `trace`: keep the times of every micro-batch. `requests`: and of every request.
     """
 
     job: str = "llmpq"
     prefill_tokens: int = 0
     decode_requests: int = 0
     trace: bool = False
+    requests: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +115,7 @@ class StageMeter:
         self._state = _State(dict.fromkeys(BATCH_KINDS, PhaseWork()))
         self._head_s = 0.0
         self._log = SpanLog() if options.trace else None
+        self._requests = RequestLog() if options.requests else None
         self._unseen: deque[tuple[BatchKind, float]] = deque(maxlen=UNSEEN_SECONDS)
 
     @contextmanager
@@ -129,6 +132,8 @@ class StageMeter:
             done = _State({**before.work, kind: work}, before.decode_tokens + batch.decode_tokens)
             if self._log is not None:
                 self._log.add(batch, began_s, ended_s)
+            if self._requests is not None:
+                self._requests.add(batch, began_s, ended_s)
             self._unseen.append((kind, ended_s - began_s))
         finally:
             self._state = done
@@ -192,6 +197,10 @@ class StageMeter:
 
     def spans(self, stage: int) -> Spans | None:
         return None if self._log is None else self._log.spans(stage)
+
+    def take_requests(self, custom_ids: Sequence[str]) -> dict[str, RequestTimes]:
+        """The times of requests that have ended, where they are kept; they are forgotten then."""
+        return {} if self._requests is None else self._requests.take(custom_ids)
 
 
 INTERVAL_S = 0.5

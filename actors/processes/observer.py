@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import ray
@@ -13,6 +14,7 @@ from ray.exceptions import RayError
 
 from actors.processes.handle import StageHandle
 from actors.processes.meter import Spans
+from actors.processes.request_log import RequestTimes
 from actors.stage_figures import LayersLoaded, StageStats
 
 T = TypeVar("T")
@@ -96,6 +98,25 @@ class Observer:
         """Return every stage's micro-batches, with clocks compared once more."""
         self.align()
         return tuple(self._trace(index, stage) for index, stage in enumerate(self._stages))
+
+    def take_requests(self, custom_ids: Sequence[str]) -> tuple[dict[str, RequestTimes], ...]:
+        """Return what each stage has kept of requests that have ended, by this process's clock."""
+        if len(self._clocks) < len(self._stages):
+            self.align()
+        asked = [_answer(partial(stage.take_requests, custom_ids)) for stage in self._stages]
+        return tuple(
+            self._shifted(index, {} if one is None else _got(one) or {})
+            for index, one in enumerate(asked)
+        )
+
+    def _shifted(self, stage: int, found: dict[str, RequestTimes]) -> dict[str, RequestTimes]:
+        clock = self._clocks.get(stage)
+        if clock is None:
+            return {}
+        return {
+            name: {phase: each.shifted(clock.offset_s) for phase, each in times.items()}
+            for name, times in found.items()
+        }
 
     def _trace(self, index: int, stage: StageHandle) -> StageTrace | None:
         spans = _answer(lambda: ray.get(stage.spans(), timeout=COLLECT_S))

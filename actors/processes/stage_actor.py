@@ -19,6 +19,7 @@ from actors.processes.device import use_threads
 from actors.processes.health import Health, Heartbeat, RunReport
 from actors.processes.meter import MetricsPublisher, Spans, StageMeter
 from actors.processes.ranks import Followers, KeysValuesKeeper, RankActor, ShardLoader
+from actors.processes.request_log import RequestTimes
 from actors.schedule.driver import LatencyRecord, Pipeline
 from actors.schedule.live_run import Inbox, Leader
 from actors.schedule.scheduler import QueueSizes
@@ -293,6 +294,11 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
     def spans(self) -> Spans | None:
         """The times of each micro-batch, where they are kept."""
         return self._meter.spans(self._spec.index)
+
+    @ray.method(concurrency_group=CONTROL)
+    def take_requests(self, custom_ids: Sequence[str]) -> dict[str, RequestTimes]:
+        """The times of requests that have ended, by the same clock, where they are kept."""
+        return self._meter.take_requests(custom_ids)
 
     @ray.method(concurrency_group=CONTROL)
     def heartbeat(self, with_tokens: bool = False) -> Heartbeat:

@@ -47,7 +47,7 @@ _RUN_GROUPS = {
     "prompts: for rows that do not say": _PROMPTING,
     "cluster and weights": f"address model adapter adapters cluster importance {_STAGES}",
     **_SUBMITTING,
-    "watching the run": "trace drift replan",
+    "watching the run": "trace trace_to drift replan",
     "schedule": "policy predictor save_predictor max_batch_size prefill_chunk_tokens "
     "no_shared_heads",
     "recovery": "on_device_loss retries hang_s replace_s row_s",
@@ -106,6 +106,7 @@ _SERVE_EXAMPLES = (
 _SERVE_GROUPS = {
     "plan and clients": "plan host port api_key_file served_model_name",
     "load": "replicas queue_limit drain_s",
+    "watching the server": "trace_to",
     "prompts and answers: of requests that do not say": f"{_PROMPTING} json_schema",
     "files and batches": "batch_dir file_limit_mib batch_dir_limit_gib",
     "cluster and weights": f"address model adapter adapters importance {_STAGES}",

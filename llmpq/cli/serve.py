@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -97,11 +98,11 @@ def _run(
         stack.enter_context(ray_session(chosen.address, forks=forks))
         copies = 1 if is_fleet else count_replicas(all_stages(plans[0]), wanted)
         stack.enter_context(closing(engine))
-        metrics = ServeMetrics(engine.model_name)
+        metrics = ServeMetrics(engine.model_name, time.perf_counter)
         engine.on_event.append(metrics.count_event)
         engine.on_loading.append(_say_now_and_then())
         engine.start(copies)
-        service = Service(engine, serving, metrics=metrics)
+        service = Service(engine, serving, metrics=metrics, tracer=engine.tracer)
         server = Server(service, None if store is None else Batches(store, service))
         server.on_listening = lambda port: say(
             f"{options.prog}: {engine.model_name} at http://{serving.host}:{port}/v1; /ready "

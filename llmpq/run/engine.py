@@ -40,6 +40,7 @@ from quant.common.errors import SpecError, need_torch
 if TYPE_CHECKING:
     from actors.live_group import LiveGroup
     from llmpq.remote.worker_forks import WorkerForks
+    from llmpq.run.spans import RequestTracer
     from quant.rounding.importance_store import ImportanceStore
 
 
@@ -69,6 +70,7 @@ class CheckedModel:
         self.sampling, self.predicts = found.sampling, found.predicts
         notes = (left_out_note(self.folder), end_note(self.sampling.sampling, self.folder))
         self.notes = tuple(filter(None, notes))
+        self.tracer = None if options.trace_to is None else _tracer(options.trace_to, self.plan)
 
     @property
     def vocab_size(self) -> int:
@@ -133,7 +135,9 @@ class CheckedModel:
         group_options = GroupOptions(
             cache=self.options.cache,
             transport=options.transport,
-            telemetry=TelemetryOptions(self.job, trace=options.trace is not None),
+            telemetry=TelemetryOptions(
+                self.job, trace=options.trace is not None, requests=self.tracer is not None
+            ),
             recovery=recovery or options.recovery,
             on_event=on_event,
             policy=options.scheduling(plan),
@@ -286,3 +290,17 @@ class RunResources(CheckedModel):
                 self.tokenizer.close()
             if self.expected is not None:
                 self.expected.source.close()
+            if self.tracer is not None:
+                self.tracer.close()
+
+
+def _tracer(url: str, plan: PlanSpec) -> RequestTracer:
+    """What sends spans of requests to `url`; raises `SpecError` where it cannot be had."""
+    try:
+        from llmpq.run.spans import open_tracer
+
+        return open_tracer(url, plan.model.name)
+    except ImportError as error:
+        raise SpecError(
+            "--trace_to needs OpenTelemetry and its OTLP exporter: pip install 'llmpq[otel]'"
+        ) from error

@@ -134,6 +134,9 @@ class RunOptions(PromptingOptions):
     trace: str | Path | None = option(
         "FILE", "write every micro-batch's times for Perfetto, as JSON"
     )
+    trace_to: str | None = option(
+        "URL", "send spans of every request to this collector, by OTLP over HTTP"
+    )
     on_device_loss: OnDeviceLoss = option(
         ("replan", "wait", "fail"),
         "when a device is gone: plan for what is left, wait for it, or end",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -184,12 +185,17 @@ class Run:
         with (
             stages.lent(group, loading_watch(group, self.on_loading)),
             monitored(group, shown, self._meter, show, trace) as figures,
+            nullcontext() if self._shared.tracer is None else self._shared.tracer.following(group),
         ):
             began_s, tokens = time.perf_counter(), self.rows.tokens
             self._loaded_s = self._loaded_s or began_s
             self._pace.begin(self.plan, stages.start_s, self._has_schedule(group))
-            for finished in group.generate(until(is_over, requests)):
+            wanted = until(is_over, requests)
+            tracer = self._shared.tracer
+            for finished in group.generate(tracer.submitting(wanted) if tracer else wanted):
                 yield from self.rows.bad_results()
+                if tracer:
+                    tracer.rows(finished)
                 yield from self.rows.results(finished)
                 if self._expected is not None:
                     self._expected.note(finished)

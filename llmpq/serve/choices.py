@@ -71,6 +71,7 @@ async def _pieces(
     """The pieces of one choice; the last has a finish reason."""
     decode, offset, is_first = engine.decode, len(told.echo or ""), True
     choice = AnswerText(decode, partial(_each, decode), request, index, offset)
+    timer.custom_id = request.custom_id
     with timer:
         async with aclosing(engine.generate(request)) as events:
             async for event in events:

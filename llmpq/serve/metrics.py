@@ -21,9 +21,10 @@ CANCELLED = "cancelled"
 class AnswerTimer:
     """Context manager around the generation of an answer, which `report` is told of at its end.
 
-    `tokens` came from `first_s` to `last_s` by `clock`, and the request at `arrived_s` (None: it is
-    no matter when). `outcome` is the finish reason, once it is known; else "cancelled", or
-    "refused" or "error" by what was raised.
+    It is that of the request `custom_id`, from `began_s` to `ended_s` by `clock`. `tokens` came
+    from `first_s` to `last_s`, and the request at `arrived_s` (None: it is no matter when).
+    `outcome` is the finish reason, once it is known; else "cancelled", or "refused" or "error" by
+    what was raised.
     """
 
     def __init__(
@@ -35,12 +36,15 @@ class AnswerTimer:
         self._report = report
         self._clock = clock
         self.arrived_s = arrived_s
+        self.custom_id = ""
+        self.began_s = self.ended_s = 0.0
         self.tokens = 0
         self.first_s: float | None = None
         self.last_s = arrived_s or 0.0
         self.outcome = CANCELLED
 
     def __enter__(self) -> AnswerTimer:
+        self.began_s = self._clock()
         return self
 
     def note_token(self) -> None:
@@ -54,6 +58,7 @@ class AnswerTimer:
             self.outcome = "refused"
         elif isinstance(error, Exception):
             self.outcome = "error"
+        self.ended_s = self._clock()
         self._report(self)
 
 
@@ -143,11 +148,19 @@ class ServeMetrics:
         made = of_ray(_PREFIX + name, text, *more, tag_keys=(*labels, _MODEL))
         return made.set_default_tags({_MODEL: in_ascii(self._model)})
 
-    def timer(self, arrived_s: float | None) -> AnswerTimer:
+    def timer(
+        self, arrived_s: float | None, also: Callable[[AnswerTimer], None] | None = None
+    ) -> AnswerTimer:
         """A timer of one answer to a request whose body arrived at `arrived_s` of the clock; None
-        where the times from its arrival on are not wanted.
+        where the times from its arrival on are not wanted. `also` is told of it too.
         """
-        return AnswerTimer(self._note_answer, self.clock, arrived_s)
+
+        def report(timer: AnswerTimer) -> None:
+            self._note_answer(timer)
+            if also is not None:
+                also(timer)
+
+        return AnswerTimer(report, self.clock, arrived_s)
 
     def count_request(self, address: str, status: str) -> None:
         self._requests.note(1, address=address, status=status)

@@ -67,7 +67,7 @@ class PipelineEngine:
             lambda event: _LOG.warning("%s: %s", event.kind, event.text)
         ]
         model.listener = self._note_event
-        self.notes = model.notes
+        self.notes, self.tracer = model.notes, model.tracer
         check = model.check_loads(forks)
         model.load_importance()
         room, found = model.plan.workload, model.sampling.sampling
@@ -132,6 +132,8 @@ class PipelineEngine:
             self.lengths.end(self._model.options.save_predictor)
             self.lengths.source.close()
         self.tokenizer.close()
+        if self.tracer is not None:
+            self.tracer.close()
 
     @property
     def status(self) -> EngineStatus:
@@ -213,6 +215,8 @@ class PipelineEngine:
                     loaded.enter_context(group)
                 if self._closing.is_set():
                     return
+                if self.tracer is not None:
+                    loaded.enter_context(self.tracer.following(group))
                 self._live = group.live()
                 self._status = "ready"
                 for told in self._live.events():

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from fastapi import Request, Response
@@ -23,7 +23,11 @@ from llmpq.serve.engine import Engine
 from llmpq.serve.metrics import ServeMetrics
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.requests import AnswerStreams, Asked, asked, generations_of
+from llmpq.serve.traces import NO_TRACE, RequestTrace
 from quant.common.errors import SpecError
+
+if TYPE_CHECKING:
+    from llmpq.run.spans import RequestTracer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -98,8 +102,9 @@ class Service:
         options: ServeOptions,
         clock: Callable[[], float] = time.time,
         metrics: ServeMetrics | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self._tracer = engine, tracer
         self.options = options
         if len(set(self.names)) < len(self.names):
             raise SpecError(
@@ -135,6 +140,10 @@ class Service:
         """The answer to a request, by a job of its `kind`."""
         self.check_model(body.model)
         job = kind(self, body, self.engine, request.state.arrived_s)
+        if self._tracer is not None:
+            figures = {"gen_ai.request.model": body.model, "gen_ai.response.id": job.head.id}
+            arrived_s = request.state.arrived_s
+            job.trace = RequestTrace(self._tracer, arrived_s, request.headers, figures)
         if body.stream:
             return EventStream(job.events(), self.options.stall_s)
         answer = await _unless_gone(request.receive, job.whole())
@@ -153,6 +162,7 @@ class Job:
     """
 
     ending = DONE
+    trace = NO_TRACE
 
     def __init__(
         self,
@@ -172,7 +182,7 @@ class Job:
         return self._form.prefix
 
     async def whole(self) -> Response:
-        with self._service.gate.admitted(generations_of(self._body)):
+        with self.trace, self._service.gate.admitted(generations_of(self._body)):
             return JSONResponse(await self.content())
 
     async def content(self) -> Json:
@@ -202,7 +212,7 @@ class Job:
         """Server-sent events; an `ApiError` is raised before the first of them, else one itself."""
         is_begun = False
         try:
-            with self._service.gate.admitted(generations_of(self._body)):
+            with self.trace, self._service.gate.admitted(generations_of(self._body)):
                 async with aclosing(self.chunks()) as chunks:
                     async for chunk in chunks:
                         is_begun = True
@@ -251,7 +261,8 @@ class Job:
         return content | {"usage": None} if self._body.wants_usage else content
 
     async def asked(self) -> Asked:
-        wanted = await asked(self._body, self._engine, self.head.id)
+        with self.trace.part("tokenize"):
+            wanted = await asked(self._body, self._engine, self.head.id)
         self._service.metrics.count_prompts(wanted.prompt_tokens)
         return wanted
 
@@ -262,5 +273,5 @@ class Job:
             wanted.generations,
             wanted.told,
             service.gate.given_up,
-            lambda: service.metrics.timer(self._arrived_s),
+            lambda: service.metrics.timer(self._arrived_s, self.trace.answered),
         )

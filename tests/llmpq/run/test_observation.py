@@ -39,7 +39,7 @@ JOB = "watched"
 @pytest.fixture(scope="module")
 def group(local_ray: None, tiny: tuple[Path, Any], plan: Plan) -> Iterator[StageGroup]:
     """Three stages that note all; runs add up."""
-    options = GroupOptions(telemetry=TelemetryOptions(JOB, trace=True))
+    options = GroupOptions(telemetry=TelemetryOptions(JOB, trace=True, requests=True))
     with StageGroup(plan.spec, str(tiny[0]), options) as stages:
         yield stages
 
@@ -138,6 +138,33 @@ def scraped_names() -> dict[str, set[str]]:
         name, _, rest = line.partition("{")
         found.setdefault(name, set()).update(re.findall(r'(\w+)="', rest))
     return found
+
+
+def test_every_stage_tells_what_it_did_for_each_request(group: StageGroup) -> None:
+    """All tokens of a request pass every stage, its prompt first, and the first stage before the
+    last one; what was asked for is forgotten.
+    """
+    asked = requests()
+    began_s = time.perf_counter()
+    assert sum(len(finished) for finished in group.generate(asked)) == PROMPTS
+    ended_s = time.perf_counter()
+    names = [each.custom_id for each in asked]
+    stages = group.observer.take_requests(names)
+    assert len(stages) == 3
+    for times in stages:
+        assert list(times) == names
+        for request in asked:
+            prefill, decode = (times[request.custom_id][phase] for phase in ("prefill", "decode"))
+            tokens = prefill.tokens + decode.tokens
+            assert tokens == len(request.prompt_ids) + NEW_TOKENS - 1
+            assert decode.micro_batches >= NEW_TOKENS - 1
+            span_s = decode.ended_s - decode.began_s
+            assert 0 < decode.busy_s <= span_s + 1e-6
+            assert began_s - 0.01 <= prefill.began_s <= prefill.ended_s <= decode.began_s
+            assert decode.ended_s <= ended_s + 0.01
+    first, *_, last = stages
+    assert all(first[n]["prefill"].began_s < last[n]["prefill"].began_s for n in names)
+    assert group.observer.take_requests(names) == ({}, {}, {})
 
 
 def test_prometheus_gets_what_the_dashboard_shows(group: StageGroup) -> None:
