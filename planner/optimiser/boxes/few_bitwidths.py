@@ -7,7 +7,7 @@ assignment that has one, and is part of the bound that is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,27 +33,49 @@ def has_many(problem: AssignmentProblem) -> bool:
 def solve_with_few(
     problem: AssignmentProblem, options: SolveOptions, tables: LossTables, solve: Solve
 ) -> Assignment:
-    """The best assignment with the bitwidths of the least prices, and a bound over all of them."""
+    """The best assignment with the bitwidths of the least prices, or, where that is not proven to
+    be the best of all, with its own and those that were left out; the bound is over all of them.
+    """
     start_s, relaxed = options.clock(), relax(problem)
-    bits = np.array(problem.bitwidths)
     over_s, liked = _over_s(relaxed)
-    order = np.lexsort((-liked, over_s))
-    few: list[int] = []
-    for choice in order.tolist():
-        if bits[choice] not in few and len(few) < MOST_BITWIDTHS:
-            few.append(int(bits[choice]))
-    kept = np.isin(bits, few)
-    narrowed = problem.with_choices(np.flatnonzero(kept))
-    if not is_feasible(narrowed):
-        kept = np.isin(bits, [*few[:-1], bits[0]])
-        narrowed = problem.with_choices(np.flatnonzero(kept))
-    found = solve(narrowed, options, tables.narrowed(narrowed))
-    others = relaxed.path.bound + float(over_s[~kept].min())
+    bits = np.array(problem.bitwidths)
+    order = bits[np.lexsort((-liked, over_s))].tolist()
+
+    def best_of(few: list[int], most: SolveOptions) -> Assignment:
+        kept = np.flatnonzero(np.isin(bits, few))
+        narrowed = problem.with_choices(kept)
+        found = solve(narrowed, most, tables.narrowed(narrowed))
+        return replace(found, bitwidth=tuple(kept[list(found.bitwidth)].tolist()))
+
+    few = _first(order)
+    if not is_feasible(problem.with_choices(np.flatnonzero(np.isin(bits, few)))):
+        few = [*few[:-1], problem.bitwidths[0]]
+    found = best_of(few, options)
+    others = relaxed.path.bound + float(over_s[~np.isin(bits, few)].min())
     bound = min(found.bound, max(relaxed.bound, others * (1 - ROUNDING)))
+    told = _told(found, bound, options, start_s)
+    if told.status == "bounded":
+        left = [each for each in order if each not in few]
+        again = _first([*bits[list(found.bitwidth)].tolist(), *left, *few])
+        limit_s = options.time_limit_s
+        if limit_s is not None:
+            limit_s = max(limit_s - (options.clock() - start_s), limit_s / 10)
+        below = replace(options, upper_bound=found.objective, time_limit_s=limit_s)
+        second = best_of(again, below)
+        if second.bitwidth:
+            told = _told(second, min(bound, second.bound), options, start_s)
+    return told
+
+
+def _first(bits: Sequence[int]) -> list[int]:
+    """The first few distinct ones."""
+    return list(dict.fromkeys(bits))[:MOST_BITWIDTHS]
+
+
+def _told(found: Assignment, bound: float, options: SolveOptions, start_s: float) -> Assignment:
+    """`found` with a bound over all bitwidths, and what that proves."""
     if not found.bitwidth:
         return replace(found, bound=bound)
-    chosen = np.flatnonzero(kept)[list(found.bitwidth)]
-    found = replace(found, bitwidth=tuple(chosen.tolist()))
     told = conclude(found, bound, options, start_s, 2 * ROUNDING)
     if found.status != "optimal":
         return replace(told, status=found.status)
