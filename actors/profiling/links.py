@@ -42,8 +42,7 @@ def started_together(kind: type, ends: Sequence[Placement], place: Place) -> Ite
     Each is told whether its device is a GPU. They are gone when it ends. Needs an initialised Ray.
     Raises `DeviceError` where the cluster has no such place, or a process dies.
     """
-    # a crumb of a CPU each, as messages do not keep threads busy
-    bundles = [{**end.bundle, "CPU": CRUMB} for end in ends]
+    bundles = [_bundle(end) for end in ends]
     group = placement_group(bundles, "STRICT_PACK" if place == "node" else "STRICT_SPREAD")
     actors: list[Any] = []
     try:
@@ -63,10 +62,18 @@ def started_together(kind: type, ends: Sequence[Placement], place: Place) -> Ite
         remove_placement_group(group)
 
 
+def _bundle(end: Placement) -> dict[str, float]:
+    """The devices alone, as nodes of GPUs may offer no CPUs; else a crumb of one, as messages do
+    not keep threads busy.
+    """
+    devices = {name: amount for name, amount in end.bundle.items() if name != "CPU"}
+    return devices or {"CPU": CRUMB}
+
+
 def _start(kind: type, end: Placement, strategy: PlacementGroupSchedulingStrategy) -> Any:
     make_remote: Any = ray.remote  # its annotations lack concurrency groups
     remote: Any = make_remote(concurrency_groups={CONTROL: 1})(kind).options(
-        num_cpus=CRUMB,
+        num_cpus=_bundle(end).get("CPU", 0.0),
         num_gpus=end.num_gpus,
         resources=dict(end.resources),
         runtime_env={"env_vars": stage_environment(end.threads)},

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NOTE = f"""#!{sys.executable}
-import json, os, sys
+import json, os, signal, sys
 names = ("MACHINE", "CUDA_VISIBLE_DEVICES", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS")
 call = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
 with open(os.environ["NOTES"], "a") as file:
     file.write(json.dumps([call, {{name: os.environ.get(name) for name in names}}]) + "\\n")
+"""
+
+BLOCKING = f"""{NOTE}
+if "--block" in sys.argv:
+    signal.pause()
 """
 
 SRUN = """#!/bin/bash
@@ -63,8 +68,7 @@ class Stubs:
         self.notes, self._bin = folder / "notes", folder / "bin"
         self._bin.mkdir()
         programs = {"srun": SRUN, "ssh": SSH, "nvidia-smi": SMI}
-        for name in ("ray", "llmpq", "python", "scontrol"):
-            programs[name] = NOTE
+        programs |= dict.fromkeys(("llmpq", "python", "scontrol"), NOTE) | {"ray": BLOCKING}
         programs["hostname"] = "#!/bin/bash\necho ${MACHINE:-10.0.0.1}\n"
         programs["getent"] = "#!/bin/bash\necho 127.0.1.1 STREAM; echo 10.0.0.1 STREAM\n"
         for name, text in programs.items():

@@ -5,11 +5,13 @@ scripts are run with stubs of the schedulers' programs.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ import yaml
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli.recipe import main
 from llmpq.cli.run_options import run_parser, serve_parser
+from llmpq.recipe.machines import machines_of
+from planner.cluster.spec import ClusterSpec
 from planner.plan.spec import all_stages
 from tests.llmpq.commands import exit_code
-from tests.llmpq.recipe.stubs import JOB, NOTE, Stubs
+from tests.llmpq.recipe.stubs import JOB, NOTE, Call, Stubs
 from tests.paths import SPECS
 
 MIXED = SPECS / "t4_v100_a100.yaml"
@@ -54,16 +58,21 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path, planned(path)
 
 
-def planned(cluster: Path, model: str = "opt-30b", **more: Any) -> Path:
-    options: dict[str, Any] = {"bits": [8], "method": "uniform", "keep_all_devices": True} | more
-    plan = Cluster.from_yaml(cluster).plan(model, Workload(4, 64, 16), **options)
+def planned(cluster: Path) -> Path:
+    options: dict[str, Any] = {"bits": [8], "method": "uniform", "keep_all_devices": True}
+    plan = Cluster.from_yaml(cluster).plan("opt-30b", Workload(4, 64, 16), **options)
     plan.save(cluster.parent / "plan.json")
     return cluster.parent / "plan.json"
 
 
 @pytest.fixture
-def stubs(tmp_path: Path) -> Stubs:
-    return Stubs(tmp_path)
+def stubs(tmp_path: Path) -> Iterator[Stubs]:
+    """Nothing that it started stays, also where a test fails."""
+    yield Stubs(tmp_path)
+    for path in (tmp_path / "homes").glob("*/.ray/*.pids"):
+        for pid in path.read_text().split():
+            if b"llmpq" in words_of(pid):
+                os.killpg(int(pid), signal.SIGKILL)
 
 
 def written(
@@ -80,6 +89,22 @@ def used(plan: Path) -> Counter[str]:
     """The devices of a plan's stages by node and type."""
     stages = all_stages(Plan.load(plan).spec)
     return Counter(name.rpartition(":")[0] for stage in stages for name in stage.device_names)
+
+
+def wait_for_starts(stubs: Stubs, count: int) -> list[Call]:
+    deadline = time.monotonic() + LIMIT_S
+    while len(stubs.calls("ray", "start")) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return stubs.calls("ray", "start")
+
+
+def words_of(pid: str) -> bytes:
+    """The command of a process; nothing where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def of_kinds(devices: Counter[str]) -> Counter[str]:
@@ -113,14 +138,19 @@ def test_the_slurm_script_runs_and_is_queued_again(
     script = written(mixed, "slurm", "--tls", "/etc/tls", folder=tmp_path)
     stubs.add("llmpq", JOB)
     stubs.add("scontrol", f"{NOTE}sys.exit(1)\n")
-    process = subprocess.Popen(["bash", str(script)], env=stubs.environment, cwd=tmp_path)
+    process = subprocess.Popen(
+        ["bash", str(script)], env=stubs.environment, cwd=tmp_path, start_new_session=True
+    )
     deadline = time.monotonic() + LIMIT_S
-    while not Path(f"{stubs.notes}.ready").exists() or len(stubs.calls("ray", "start")) < 4:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(sent)
-    assert process.wait(LIMIT_S) == code
+    try:
+        while not Path(f"{stubs.notes}.ready").exists() or len(stubs.calls("ray", "start")) < 4:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(sent)
+        assert process.wait(LIMIT_S) == code
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # the nodes, as Slurm does
     assert Path(f"{stubs.notes}.signals").read_text() == f"{sent.name[3:]}\n"
     queued = [call.words[1:] for call in stubs.calls("scontrol")]
     assert queued == ([["requeue", "7"]] if sent == signal.SIGUSR1 else [])
@@ -147,16 +177,22 @@ def test_the_ssh_script_starts_each_machine(
         return subprocess.run(command, env=stubs.environment, cwd=tmp_path, check=False).returncode
 
     assert run("start") == 0
-    starts = stubs.calls("ray", "start")
+    starts = wait_for_starts(stubs, 4)
+    assert run("start") == 1, "it is started once"
     devices = {
         f"{call.variables['MACHINE']}/{kind}": count
         for call in starts
         for kind, count in call.resources.items()
     }
     assert devices == used(mixed[1])
-    assert ["--head" in call.words for call in starts] == [True, False, False, False]
-    assert {call.option("address") for call in starts[1:]} == {"old:7000"}
-    assert starts[-1].variables["CUDA_VISIBLE_DEVICES"] in ("GPU-1", "GPU-2")
+    heads = [call for call in starts if "--head" in call.words]
+    assert [call.variables["MACHINE"] for call in heads] == ["old"]
+    assert heads[0].option("port") == "7000"
+    assert {call.option("address") for call in starts} == {None, "old:7000"}
+    seen = {next(iter(call.resources)): call.variables["CUDA_VISIBLE_DEVICES"] for call in starts}
+    assert (seen["A100-SXM4-40GB"], seen["L4-24GB"]) == ("GPU-2", "GPU-1")
+    (waited,) = stubs.calls("python")
+    assert waited.words[-2:] == ["old:7000", "4"]
     tokens = list((tmp_path / "homes").glob("*/.ray/*.token"))
     assert len(tokens) == 3
     assert len({token.read_bytes() for token in tokens}) == 1
@@ -168,12 +204,14 @@ def test_the_ssh_script_starts_each_machine(
     assert (given.input, given.address, given.transport) == (RUN[1:2], "old:7000", "ray")
     sent = tmp_path / "homes" / "old" / given.plan
     assert sent.read_bytes() == mixed[1].read_bytes()
+    noted = [path.read_text().split() for path in (tmp_path / "homes").glob("*/.ray/*.pids")]
+    pids = [pid for some in noted for pid in some]
+    assert len(pids) == 4
+    assert all(map(words_of, pids))
     assert run("stop") == 0
-    assert [call.variables["MACHINE"] for call in stubs.calls("ray", "stop")] == [
-        "old",
-        "middle",
-        "new",
-    ]
+    assert not any(map(words_of, pids))
+    assert not stubs.calls("ray", "stop"), "which would end the Rays of others"
+    assert run("stop") == 0
     assert run("") == 2
 
 
@@ -281,13 +319,25 @@ def test_kuberays_server_joins_the_cluster(plain: tuple[Path, Path], tmp_path: P
     assert done.returncode == 0
 
 
-def test_devices_without_a_stage_are_left_out(plain: tuple[Path, Path], tmp_path: Path) -> None:
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(PLAIN)
-    plan = planned(cluster, "opt-1.3b", keep_all_devices=False, method="auto")
-    assert sum(used(plan).values()) < 10
-    path = written((cluster, plan), "kuberay", "--image", "i", folder=tmp_path)
-    check_groups(manifests(path)["RayJob"]["spec"]["rayClusterSpec"], plan)
+def test_devices_without_a_stage_are_left_out(plain: tuple[Path, Path]) -> None:
+    cluster = ClusterSpec.from_yaml(plain[0])
+    devices = {"old/T4-16GB:0", "old/T4-16GB:2", "middle/V100-SXM2-32GB:1"}
+    machines = machines_of(cluster, devices)
+    found = [(each.name, [node.resources for node in each.nodes]) for each in machines]
+    assert found == [("old", [{"T4-16GB": 2}]), ("middle", [{"V100-SXM2-32GB": 1}])]
+
+
+def test_cpus_are_those_of_cpu_devices() -> None:
+    """A machine of GPUs offers none, which would draw another machine's stages to it."""
+    nodes = [
+        {"name": "a", "accelerators": {"CPU": 2}, "threads": 8, "memory_gib": 30},
+        {"name": "b", "accelerators": {"T4": 1}},
+    ]
+    values = {"name": "two", "nodes": nodes, "network": {"internode_gbit_per_s": 1}}
+    first, second = machines_of(ClusterSpec.from_dict(values))
+    assert first.nodes[0].start_words == ("--num-cpus=16", "--num-gpus=0")
+    assert first.memory_bytes == 60 * 2**30
+    assert second.nodes[0].start_words[:2] == ("--num-cpus=0", "--num-gpus=1")
 
 
 @pytest.mark.parametrize(
