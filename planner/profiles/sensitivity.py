@@ -155,7 +155,7 @@ def _asked_weights(shape: ModelShape) -> int:
 
 HEAD_SHARE = 0.7
 """What embedding and LM head lose at 8 bit, as a share of what all layers lose at 8 bit: of SmolLM2
-and the demo model the geometric mean, by `benchmarks.quantization.forecast --anchors`."""
+and the demo model the geometric mean, by `benchmarks.quantization.head`."""
 
 
 def assumed_head(matrix: Matrix, bitwidths: Sequence[int]) -> float:
