@@ -22,6 +22,7 @@ from quant.common.errors import SpecError
 WIDER: dict[str, Any] = {
     "adapters": Mapping[str, str | Path] | Iterable[str],
     "bits": Iterable[int],
+    "head_bits": Iterable[int],
     "stop": str | Iterable[str],
     "stop_token_ids": Iterable[int],
     "structured_outputs": str | Mapping[str, Any],
