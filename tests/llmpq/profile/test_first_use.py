@@ -62,6 +62,8 @@ def test_times_are_measured_once_and_planned_with(
     assert "estimated" not in stage.provenance
     again = with_own_times(HERE, model, PlanOptions())
     assert (again.profiles, capsys.readouterr().err) == (path, "")
+    more = with_own_times(HERE, model, PlanOptions(bits=(6, 16)))
+    assert {row.bits for row in read_profiles(str(more.profiles))} == {3, 4, 6, 8, 16}
     monkeypatch.setattr(
         first_use, "_measure_in_child", lambda task, threads: write_profiles(task["path"], ())
     )
