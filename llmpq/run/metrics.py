@@ -37,7 +37,8 @@ class RunMetrics:
     """Publishes what a job's journal is told, from any thread.
 
     From the first point of the journal on, all of it is told every time: what Ray's agent was told
-    before it had begun is forgotten, so that counts could not be added up there.
+    before it had begun is forgotten, so that counts could not be added up there, and so is a gauge
+    that is not told again within 20 s.
     """
 
     def __init__(self, run: str) -> None:
@@ -54,6 +55,11 @@ class RunMetrics:
     def note(self, entry: journal.Entry) -> None:
         with self._lock:
             self._keep(entry)
+        self.refresh()
+
+    def refresh(self, state: object = None) -> None:
+        """Tell all of it again, whatever the `state` of the run."""
+        with self._lock:
             if self._point is not None and _has_ray():
                 self._made = self._made or _Instruments(self._run)
                 self._publish(self._point, self._made)

@@ -170,7 +170,7 @@ def recorded(run: Run, session: SessionOf | None) -> Iterator[RunRecorder]:
         metrics.note(entry)
 
     recorder = RunRecorder(note, session, undivided(run.plan))
-    run.on_state.append(recorder.see)
+    run.on_state += [recorder.see, metrics.refresh]
     run.on_plan.append(recorder.change_plan)
     run.on_event.append(recorder.tell)
     give_up = run.give_up

@@ -90,6 +90,19 @@ def test_nothing_is_told_without_ray_or_of_what_is_not_planned(
     assert ("planned_tokens_per_s", "") not in values
 
 
+def test_all_is_told_again_as_ray_forgets_what_is_not(values: Values) -> None:
+    told = RunMetrics("run")
+    told.refresh()
+    assert values == {}
+    for entry in (START, died(BEGAN), failed_rows(BEGAN, 2), point(1, 2)):
+        told.note(entry)
+    before = dict(values)
+    values.clear()
+    told.refresh()
+    assert values == before
+    assert len(values) == 8
+
+
 def test_every_run_has_its_own(values: Values) -> None:
     """Two runs of one process tell their own figures."""
     for rows in (5, 6):
