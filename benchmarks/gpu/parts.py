@@ -53,6 +53,8 @@ PARTS: tuple[Part, ...] = (
     _graph_part(3),
     _graph_part(8),
     _kernel_part("bnb_nf4"),
+    _kernel_part("cuda_5bit"),
+    _kernel_part("cuda_6bit"),
     _kernel_part("torch_3bit", 40),
     _kernel_part("torch_4bit", 40),
     _kernel_part("torch_8bit", 40),

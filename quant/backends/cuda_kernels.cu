@@ -1,16 +1,18 @@
-// Products of a few tokens with a 3-, 4- or 8-bit weight, and the weight restored to 16 bit.
+// Products of a few tokens with a 3- to 6- or 8-bit weight, and the weight restored to 16 bit.
 //
-// Compiled at run time by NVRTC for one GPU, behind cuda_numbers.cuh, with -D BITS=3|4|8 and
+// Compiled at run time by NVRTC for one GPU, behind cuda_numbers.cuh, with -D BITS=3|4|5|6|8 and
 // -D BFLOAT16=0|1 (the type of activations). Sums are in float32.
 //
 // Eight consecutive columns, an octet, take BITS bytes of a row: code i is at bit BITS * i of that
-// little-endian number. At 4 and 8 bit a row is its octets one after another. At 3 bit four octets
-// make three 32-bit words, and a row is all first words, all second, all third, so that the lanes
+// little-endian number. At 4 and 8 bit a row is its octets one after another. Else four octets
+// make BITS 32-bit words, and a row is all first words, all second, and so on, so that the lanes
 // of a warp read neighbouring words.
 
-#if BITS != 3 && BITS != 4 && BITS != 8
-#error "BITS is 3, 4 or 8"
+#if BITS != 8 && (BITS < 3 || BITS > 6)
+#error "BITS is 3 to 6 or 8"
 #endif
+
+constexpr bool IN_PLANES = BITS % 4 != 0;
 
 // Codes become floats without a conversion, which would run at a quarter of the rate or less: code
 // bits are put into the mantissa of a float whose exponent makes their unit 2^-BITS. A 32-bit
@@ -26,16 +28,22 @@ __device__ constexpr int code_class(int i) { return (OCTET - 1 - i) % CLASSES; }
 __device__ constexpr float code_zero(int k) { return (1 << (BITS * k)) + 0.5f; }
 
 struct Octet {
-    unsigned int low, high;  // `high` only at 8 bit
+    unsigned int low, high;  // `high` from code 4 on, only above 4 bit
 };
 
+// The octet that begins at bit `shift` of a word, and may reach into the next one.
+__device__ __forceinline__ Octet octet_of(unsigned int word, unsigned int next, unsigned int shift) {
+    const unsigned int low = __funnelshift_r(word, next, shift);
+    return {low, BITS > 4 ? __funnelshift_r(low, next >> shift, 4 * BITS) : 0};
+}
+
 __device__ __forceinline__ float biased_code(Octet octet, int i) {
-    const int from = BITS == 8 ? 8 * (i % 4) : BITS * i;
+    const int from = BITS > 4 ? BITS * (i % 4) : BITS * i;
     const int to = 23 - BITS - BITS * code_class(i);
     const unsigned int mask = ((1u << BITS) - 1) << to;
     // 8-bit codes are signed: flipping the sign bit adds 128.
     const unsigned int exponent = ((127u + BITS * code_class(i)) << 23) ^ (BITS == 8 ? 1u << 22 : 0);
-    const unsigned int word = BITS == 8 && i >= 4 ? octet.high : octet.low;
+    const unsigned int word = BITS > 4 && i >= 4 ? octet.high : octet.low;
     const unsigned int moved = to >= from ? word << (to - from) : word >> (from - to);
     return __uint_as_float(and_xor(moved, mask, exponent));
 }
@@ -50,6 +58,9 @@ __device__ __forceinline__ float centred_code(Octet octet, int i) {
 struct Affine {
     float scale, zero;
 };
+
+// The part of a scale that zeros are multiples of (`zero_steps` in quant/narrow.py).
+constexpr float ZERO_STEP = BITS == 6 ? 0.25f : BITS == 5 ? 0.125f : 0.0625f;
 
 // A row's octets and its groups, each of 2^group_shift octets, four or more; unused at 8 bit.
 // `narrow`: a group has two bytes, and a row two before its groups (quant/narrow.py).
@@ -70,7 +81,7 @@ struct Width {
         const float code = __uint_as_float(0x4b000000u | (bytes & 0xffu)) - 8388608.0f;
         const float steps = __uint_as_float(0x4b000000u | bytes >> 8) - 8388736.0f;  // 2^23 + 128
         const float scale = code * __uint_as_float(exponent << 23);
-        const unsigned int zero = __float_as_uint(steps * 0.0625f * scale);
+        const unsigned int zero = __float_as_uint(steps * ZERO_STEP * scale);
         return __float_as_uint(scale) >> 16 | (zero & 0xffff0000u);
     }
 
@@ -95,13 +106,13 @@ __device__ __forceinline__ float row_scale(const void* scales, size_t row) {
 
 __device__ __forceinline__ Octet load_octet(
     const unsigned int* __restrict__ packed, unsigned int row, unsigned int octet, unsigned int octets) {
-    if (BITS == 3) {
+    if (IN_PLANES) {
         const unsigned int runs = octets / 4;
-        const unsigned int* words = packed + static_cast<size_t>(row) * 3 * runs + octet / 4;
-        const unsigned int part = octet % 4;  // bytes [3 * part, 3 * part + 2] of the three words
-        const unsigned int first = __ldg(words + 3 * part / 4 * runs);
-        const unsigned int last = __ldg(words + (3 * part + 2) / 4 * runs);
-        return {__funnelshift_r(first, last, 24 * part % 32), 0};
+        const unsigned int* words = packed + static_cast<size_t>(row) * BITS * runs + octet / 4;
+        const unsigned int begin = BITS * (octet % 4);  // of its bytes among those of the words
+        const unsigned int first = __ldg(words + begin / 4 * runs);
+        const unsigned int last = __ldg(words + (begin + BITS - 1) / 4 * runs);
+        return octet_of(first, last, 8 * (begin % 4));
     }
     const size_t index = static_cast<size_t>(row) * octets + octet;
     if (BITS == 4) return {__ldg(packed + index), 0};
@@ -145,7 +156,7 @@ __device__ __forceinline__ void write_sums(
 
 // One token at a time: what counts is the bytes that a thread has in flight and the instructions
 // per weight, which bind before the memory of an H200 does. So a thread asks for ROWS loads of 12
-// or 16 bytes before it uses one, and neither the offset of the codes nor the zero is applied to
+// to 24 bytes before it uses one, and neither the offset of the codes nor the zero is applied to
 // each weight: with dot = sum of x * biased code and sums of x alone, which all rows share,
 //     sum of x * weight = (dot - sum of x * code_zero) * scale + zero * (sum of x).
 // Activations are read and converted once for ROWS rows. `x` is that of the token.
@@ -166,7 +177,7 @@ __device__ __forceinline__ void multiply_one(
         Affine affine[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            if (BITS == 3) {
+            if (IN_PLANES) {
 #pragma unroll
                 for (int w = 0; w < WORDS; ++w)
                     words[r][w] = __ldg(packed + (r * WORDS + w) * runs + run);
@@ -188,7 +199,7 @@ __device__ __forceinline__ void multiply_one(
             for (int r = 0; r < ROWS; ++r) {
                 const int first = BITS * o / 4, next = first + 1 < WORDS ? first + 1 : first;
                 Octet octet = {words[r][first], words[r][next]};
-                if (BITS == 3) octet.low = __funnelshift_r(octet.low, octet.high, 24 * o % 32);
+                if (IN_PLANES) octet = octet_of(octet.low, octet.high, 8 * (BITS * o % 4));
 #pragma unroll
                 for (int i = 0; i < OCTET; ++i)
                     dots[r] = fmaf(values[i], biased_code(octet, i), dots[r]);

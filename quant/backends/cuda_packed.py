@@ -1,12 +1,13 @@
-"""3, 4 and 8 bit on every GPU from compute capability 6.0, with llmpq's own kernels.
+"""3 to 6 and 8 bit on every GPU from compute capability 6.0, with llmpq's own kernels.
 
 A few tokens are multiplied with the packed weight itself. For many, where a GPU's matrix units pay,
 rows of the weight are restored to 16 bit a block at a time. On a CPU the same bytes are decoded in
 torch, which is what the kernels are held against.
 
 The order of codes in memory: eight consecutive columns, an octet, are `bits` bytes, column i at bit
-`bits * i` of that little-endian number. 4-bit rows are their octets in turn. Four 3-bit octets are
-three 32-bit words, and a row holds all first words, all second, all third. 8-bit codes are bytes.
+`bits * i` of that little-endian number. 4-bit rows are their octets in turn. Four octets of 3, 5 or
+6 bit are as many 32-bit words, and a row holds all first words, all second, and so on. 8-bit codes
+are bytes.
 """
 
 from __future__ import annotations
@@ -35,43 +36,45 @@ from quant.scheme import GROUP_SIZES
 
 _OCTET = 8
 _RUN = 32
-"""Columns whose 3-bit codes fill three whole words."""
+"""Columns whose codes fill whole words."""
+_NUMBER_BYTES = 8
+"""Bytes of the number that an octet is packed and unpacked as."""
 
 
 def pack_octets(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack uint8 `[out, in]`, `in` a multiple of 32, to uint8 `[out, in / 2]` at 4 bit and int32
-    `[out, 3, in / 32]` at 3 bit.
+    `[out, bits, in / 32]` at 3, 5 and 6 bit.
     """
     rows, columns = codes.shape
-    shape = (rows, 3, columns // _RUN) if bits == 3 else (rows, columns // 2)
-    out = codes.new_empty(shape, dtype=torch.int32 if bits == 3 else torch.uint8)
+    in_octets = bits == _OCTET // 2
+    shape = (rows, columns // 2) if in_octets else (rows, bits, columns // _RUN)
+    out = codes.new_empty(shape, dtype=torch.uint8 if in_octets else torch.int32)
     shifts = _shifts(bits, codes.device)
     for block in row_blocks(rows, columns, codes.device):
-        octets = codes[block].view(-1, columns // _OCTET, _OCTET).to(torch.int32)
-        numbers = (octets << shifts).sum(-1, dtype=torch.int32)
-        content = numbers.view(torch.uint8).view(-1, columns // _OCTET, 4)[..., :bits]
+        octets = codes[block].view(-1, columns // _OCTET, _OCTET).to(torch.int64)
+        numbers = (octets << shifts).sum(-1)
+        content = numbers.view(torch.uint8).view(-1, columns // _OCTET, _NUMBER_BYTES)[..., :bits]
         content = content.reshape(-1, columns // _OCTET * bits)
-        if bits == 3:
-            out[block] = content.view(torch.int32).view(-1, columns // _RUN, 3).transpose(1, 2)
-        else:
+        if in_octets:
             out[block] = content
+        else:
+            words = content.view(torch.int32).view(-1, columns // _RUN, bits)
+            out[block] = words.transpose(1, 2)
     return out
 
 
 def unpack_octets(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    rows = packed.shape[0]
-    if bits == 3:
-        content = packed.transpose(1, 2).contiguous().view(torch.uint8).view(rows, -1, 3)
-        content = torch.nn.functional.pad(content, (0, 1))
-    else:
-        content = packed.contiguous()
-    numbers = content.view(torch.int32).view(rows, -1, 1)
+    rows, content = packed.shape[0], packed
+    if packed.dtype == torch.int32:
+        content = packed.transpose(1, 2).contiguous().view(torch.uint8)
+    octets = content.reshape(rows, -1, bits)
+    numbers = torch.nn.functional.pad(octets, (0, _NUMBER_BYTES - bits)).view(torch.int64)
     codes = (numbers >> _shifts(bits, packed.device)).bitwise_and_((1 << bits) - 1)
     return codes.to(torch.uint8).view(rows, -1)
 
 
 def _shifts(bits: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(0, bits * _OCTET, bits, dtype=torch.int32, device=device)
+    return torch.arange(0, bits * _OCTET, bits, device=device)
 
 
 _KERNEL_TYPES = (torch.float16, torch.bfloat16)
@@ -161,6 +164,18 @@ class Cuda4Bit(CudaPacked):
     """`packed`: uint8 `[out, in / 2]`; `scales` as of 3 bit."""
 
     bits: ClassVar[int] = 4
+
+
+class Cuda5Bit(CudaPacked):
+    """`packed`: int32 `[out, 5, in / 32]`; `scales` as of 3 bit."""
+
+    bits: ClassVar[int] = 5
+
+
+class Cuda6Bit(CudaPacked):
+    """`packed`: int32 `[out, 6, in / 32]`; `scales` as of 3 bit."""
+
+    bits: ClassVar[int] = 6
 
 
 class Cuda8Bit(CudaPacked):

@@ -43,7 +43,7 @@ fewer instructions than the kernel for four."""
 _BLOCK_ROWS = 8
 """Rows of the weight that a block of threads works on, in kernels without tensor cores."""
 _TENSOR_BLOCK_ROWS = 128
-_STAGE_BYTES = {3: 48, 4: 64, 8: 64}
+_STAGE_BYTES = {3: 48, 4: 64, 5: 80, 6: 96, 8: 64}
 """Bytes of a row that a block on tensor cores reads at a time, by bitwidth."""
 _PARTIAL_BYTES = 1 << 25
 _MOST_TILES = 4096

@@ -1,4 +1,4 @@
-// Codes of 3, 4 and 8 bit restored to pairs of 16-bit numbers in registers, for tensor cores.
+// Codes of 3 to 6 and 8 bit restored to pairs of 16-bit numbers in registers, for tensor cores.
 
 #ifdef TENSOR_CORES
 
@@ -32,7 +32,16 @@ __device__ __forceinline__ Pairs pairs_of(unsigned int affine) {
 #endif
 }
 
-// The weights of an octet. At 3 and 4 bit codes i and i + 4 share a word: moved to the same place of
+// The weights of two codes, at the same bit of the halves of a word.
+__device__ __forceinline__ unsigned int weight_pair(unsigned int codes, int bit, Pairs pairs) {
+    const int power = MANTISSA + 1 - BITS - bit;
+    const unsigned int biased =
+        and_xor(codes, both(((1u << BITS) - 1) << bit), both(power_of_2(power)));
+    const unsigned int code = fma_halves(biased, both(power_of_2(0)), both(below_power(power)));
+    return fma_halves(code, pairs.scale, pairs.zero);
+}
+
+// The weights of an octet. Below 8 bit codes i and i + 4 share a word: moved to the same place of
 // both its halves they become the mantissa of 2^power + (code * 2^(1 - BITS)), from which the offset
 // subtracts exactly. At 8 bit codes 2i and 2i + 1 do, their scale is that of the row.
 __device__ __forceinline__ void restore_octet(Octet codes, Pairs pairs, unsigned int (&weights)[4]) {
@@ -51,19 +60,25 @@ __device__ __forceinline__ void restore_octet(Octet codes, Pairs pairs, unsigned
             weights[i] = fma_halves(biased, both(power_of_2(0)), both(0xe480u));  // - (1024 + 128)
 #endif
         }
+    } else if constexpr (BITS > 4) {
+        // of codes 0 to 3 and 4 to 7 the two lowest bytes, and the two that follow the first
+        const unsigned int lower = __byte_perm(codes.low, codes.high, 0x5410);
+        const unsigned int upper = __byte_perm(codes.low, codes.high, 0x6521);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const bool is_low = BITS * (i + 1) <= 16;
+            const int place = BITS * i - (is_low ? 0 : 8), room = MANTISSA - BITS;
+            const int down = place > room ? place - room : 0, bit = place - down;
+            weights[i] = weight_pair((is_low ? lower : upper) >> down, bit, pairs);
+        }
     } else {
         constexpr int AT_ONCE = MANTISSA / BITS;  // codes of a half that one shift serves
         unsigned int halves = codes.low;
         if (BITS == 3) halves = (halves & 0xfffu) | (halves << 4 & 0x0fff0000u);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int bit = i % AT_ONCE * BITS, power = MANTISSA + 1 - BITS - bit;
             const unsigned int moved = halves >> (i / AT_ONCE * AT_ONCE * BITS);
-            const unsigned int biased =
-                and_xor(moved, both(((1u << BITS) - 1) << bit), both(power_of_2(power)));
-            const unsigned int code =
-                fma_halves(biased, both(power_of_2(0)), both(below_power(power)));
-            weights[i] = fma_halves(code, pairs.scale, pairs.zero);
+            weights[i] = weight_pair(moved, i % AT_ONCE * BITS, pairs);
         }
     }
 }

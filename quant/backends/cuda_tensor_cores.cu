@@ -1,4 +1,4 @@
-// Products of a few to a hundred or so tokens with a 3-, 4- or 8-bit weight, on tensor cores.
+// Products of a few to a hundred or so tokens with a 3- to 6- or 8-bit weight, on tensor cores.
 //
 // Stands behind cuda_kernels.cu, whose layout of codes it reads, cuda_mma.cuh and cuda_restoring.cuh.
 // Weights are the left operand of the matrix instructions and tokens the right one, 8 at the least;
@@ -11,6 +11,7 @@
 constexpr int HELD = 4;    // chunks of the weight that a lane loads at a time
 constexpr int CHUNKS = 4;  // of a stage, columns that a block takes at a time
 constexpr int CHUNK_OCTETS = BITS == 8 ? 2 : 4;
+constexpr int CHUNK_WORDS = BITS > 4 && BITS < 8 ? BITS : 4;  // at 3 bit the last one is unused
 constexpr int STAGE_OCTETS = CHUNKS * CHUNK_OCTETS;
 constexpr int BLOCK_ROWS = 128, OUT_ROWS = BLOCK_ROWS / WARPS;  // that a warp writes
 constexpr int TILE = 8;                          // tokens of a matrix instruction
@@ -71,14 +72,14 @@ struct Staged {
 #endif
 
 struct Chunk {
-    unsigned int words[4];  // three at 3 bit
+    unsigned int words[CHUNK_WORDS];
     unsigned int affine;
 
     __device__ __forceinline__ Octet octet(int o) const {
         if (BITS == 8) return {words[2 * o], words[2 * o + 1]};
         if (BITS == 4) return {words[o], 0};
-        const int first = 3 * o / 4, next = first < 2 ? first + 1 : first;
-        return {__funnelshift_r(words[first], words[next], 24 * o % 32), 0};
+        const int first = BITS * o / 4, next = first + 1 < BITS ? first + 1 : first;
+        return octet_of(words[first], words[next], 8 * (BITS * o % 4));
     }
 };
 
@@ -87,11 +88,11 @@ __device__ __forceinline__ Chunk load_chunk(
     unsigned int chunk, Width width) {
     const unsigned int chunks = width.octets / CHUNK_OCTETS;
     Chunk loaded;
-    if (BITS == 3) {
-        const unsigned int* words = packed + static_cast<size_t>(row) * 3 * chunks + chunk;
+    if (IN_PLANES) {
+        const unsigned int* words = packed + static_cast<size_t>(row) * BITS * chunks + chunk;
 #pragma unroll
-        for (int w = 0; w < 3; ++w) loaded.words[w] = __ldg(words + w * chunks);
-        loaded.words[3] = 0;
+        for (int w = 0; w < BITS; ++w) loaded.words[w] = __ldg(words + w * chunks);
+        if (BITS == 3) loaded.words[3] = 0;
     } else {
         const size_t index = static_cast<size_t>(row) * chunks + chunk;
         const uint4 words = __ldg(reinterpret_cast<const uint4*>(packed) + index);
@@ -117,6 +118,7 @@ struct Held {  // the same lanes: a chunk of rows 8 apart
 #else
 struct Held {  // those of other rows, through shared memory of the warp
     uint4 codes[WARP_ROWS * WARP_CHUNKS];
+    uint2 more[CHUNK_WORDS > 4 ? WARP_ROWS * WARP_CHUNKS : 1];
     unsigned int affine[WARP_ROWS * WARP_CHUNKS];
 
     // Lanes that read together have rows 0 to 3 and 8 to 11 of 16, or the others.
@@ -128,15 +130,20 @@ struct Held {  // those of other rows, through shared memory of the warp
 #pragma unroll
         for (int h = 0; h < HELD; ++h) {
             const unsigned int to = place(held_row(lane, h), lane % WARP_CHUNKS);
-            const unsigned int(&words)[4] = loaded[h].words;
+            const unsigned int(&words)[CHUNK_WORDS] = loaded[h].words;
             codes[to] = make_uint4(words[0], words[1], words[2], words[3]);
+            if constexpr (CHUNK_WORDS > 4) more[to] = {words[4], words[CHUNK_WORDS - 1]};
             affine[to] = loaded[h].affine;
         }
     }
 
     __device__ __forceinline__ Chunk chunk(unsigned int row, unsigned int chunk) const {
-        const uint4 words = codes[place(row, chunk)];
-        return {{words.x, words.y, words.z, words.w}, affine[place(row, chunk)]};
+        const unsigned int from = place(row, chunk);
+        const uint4 words = codes[from];
+        Chunk held = {{words.x, words.y, words.z, words.w}, affine[from]};
+        if constexpr (CHUNK_WORDS > 4)
+            held.words[4] = more[from].x, held.words[CHUNK_WORDS - 1] = more[from].y;
+        return held;
     }
 };
 #endif
@@ -347,7 +354,8 @@ __device__ __forceinline__ void on_tensor_cores(
     for (unsigned int stage = begin; stage < end; ++stage) {
         // Loaded before the products of the stage before, but for what registers have no room for
         // beside so many sums.
-        constexpr int EARLY = ACROSS > 1 && TILES > 4 ? 0 : OWN;
+        constexpr bool LITTLE_ROOM = ACROSS > 1 || (CAPABILITY == 75 && BITS == 6);
+        constexpr int EARLY = LITTLE_ROOM && TILES > 4 ? 0 : OWN;
         const unsigned int number = stage - begin, first_chunk = half * WARP_CHUNKS;
         const bool goes_on = stage + 1 < end;
         if (goes_on) {

@@ -19,18 +19,15 @@ import torch
 from torch.nn import functional
 
 from quant.backends.base import ThreadWords, read_scales
+from quant.backends.int4_vectors import DECODED, columns_decoded
+from quant.backends.upper_bits import BLOCK_ROWS, HALF_ROWS, UPPER_BYTES
 from quant.devices import ranges, row_blocks
-from quant.narrow import MIDDLE_ZERO, ZERO_STEPS
+from quant.narrow import MIDDLE_ZERO, zero_steps
 from quant.numba_loops import compiled_loop, has_numba, torch_threads
 from quant.scheme import NARROW_GROUP
 
-BLOCK_ROWS = 64
-"""Rows that the kernel interleaves with AVX-512, and fewer without: ranges of rows that are
-multiples of it have the same layout alone as within the whole."""
-
-HALF_ROWS = BLOCK_ROWS // 2
 _BITS, _MIDDLE = 4, 8
-"""The code whose value the kernel takes to be zero."""
+"""Of the kernel, and the code whose value the kernel takes to be zero."""
 
 _MANY_TOKENS, _MANY_COMPILED = 96, 32
 """Number of tokens from which decoding is worth its time, by torch and by a compiled loop: at 1536
@@ -140,7 +137,9 @@ def pack_scales(held: torch.Tensor) -> torch.Tensor:
     return (turned if held.dtype == torch.uint8 else turned.to(torch.bfloat16)).contiguous()
 
 
-def kernel_scales(packed: torch.Tensor, block: slice, code_step: int = 1) -> torch.Tensor:
+def kernel_scales(
+    packed: torch.Tensor, block: slice, code_step: int = 1, bits: int = _BITS
+) -> torch.Tensor:
     """Restore for a block of rows what the kernel takes, bfloat16 `[groups, rows, 2]`, until the
     next call of this thread. Narrow scales are of codes that have been multiplied by `code_step`.
     """
@@ -149,13 +148,14 @@ def kernel_scales(packed: torch.Tensor, block: slice, code_step: int = 1) -> tor
     groups, rows = len(packed) - 1, packed.shape[1]
     count = len(range(*block.indices(rows)))
     if not is_compiled(groups * NARROW_GROUP * rows):
-        scale, zero = read_scales(packed[:, block].transpose(0, 1), _BITS)
+        scale, zero = read_scales(packed[:, block].transpose(0, 1), bits)
         return pack_scales(torch.stack((scale / code_step, zero), dim=-1))
     words = _MEMORY.words(groups * count).view(groups, count)
     loop = _restoring(torch.get_num_threads() > 1)
     pairs = packed.view(torch.int16).squeeze(-1).numpy().view(np.uint16)
     with torch_threads() if torch.get_num_threads() > 1 else nullcontext():
-        loop(pairs, block.indices(rows)[0], code_step, words.numpy().view(np.uint32))
+        first, parts = block.indices(rows)[0], zero_steps(bits)
+        loop(pairs, first, code_step, parts, words.numpy().view(np.uint32))
     return words.view(torch.bfloat16).view(groups, count, 2)
 
 
@@ -169,9 +169,10 @@ def _restoring(parallel: bool) -> Any:
     low, eight, half, exponent = map(np.uint32, (255, 8, 16, 23))
     cut = np.uint32(0xFFFF0000)
 
-    def restore(pairs: Any, first: int, code_step: int, words: Any) -> None:
+    def restore(pairs: Any, first: int, code_step: int, parts: int, words: Any) -> None:
         rows, step = words.shape[1], np.float32(code_step)
-        least, middle = step / np.float32(ZERO_STEPS), step * np.float32(MIDDLE_ZERO // ZERO_STEPS)
+        least = step / np.float32(parts)
+        middle = least * np.float32(MIDDLE_ZERO)
         powers = np.empty(rows, np.float32)
         for row in range(rows):
             powers[row] = np.uint32(np.uint32(pairs[0, first + row]) << exponent).view(np.float32)
@@ -219,9 +220,10 @@ def multiply_many(
     rows: int,
     parts_of: Callable[[slice], tuple[torch.Tensor, torch.Tensor]],
     group: int,
+    bits: int = _BITS,
 ) -> torch.Tensor:
     """Multiply as `multiply_few` with codes and scales of blocks; rows beyond the last whole block,
-    of another layout, go to the kernel.
+    of another layout, go to the kernel. More than 4 bits are for the compiled loop alone.
     """
     columns = x.shape[1]
     step = min(product_rows(columns), whole_blocks(rows))
@@ -234,7 +236,7 @@ def multiply_many(
         if size % BLOCK_ROWS:
             out[:, block] = multiply_few(x, blob, own, group)
         elif decoder is None:
-            out[:, block] = torch.mm(x, _turned(weight.view(columns, size), blob, own, group))
+            out[:, block] = torch.mm(x, _turned(weight.view(columns, size), blob, own, group, bits))
         else:
             weight = weight.view(size, columns)
             decoder.fill(weight, blob, own)
@@ -243,26 +245,26 @@ def multiply_many(
 
 
 def _turned(
-    weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor, group: int
+    weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor, group: int, bits: int
 ) -> torch.Tensor:
     """Decode to `weight` `[in, rows]`, the same bits as `_Decoder`'s."""
     words = scale_zero.view(torch.int32).squeeze(-1).numpy().view(np.uint32)
-    pairs = blob.view(-1, len(weight), HALF_ROWS).numpy()
+    codes = blob.view(-1, HALF_ROWS).numpy()
     with torch_threads():
-        loop = _decoding(torch.get_num_threads() > 1)
-        loop(pairs, words, group, weight.view(torch.uint16).numpy())
+        loop = _decoding(torch.get_num_threads() > 1, bits)
+        loop(codes, words, group, weight.view(torch.uint16).numpy())
     return weight
 
 
 @functools.cache
-def _decoding(parallel: bool) -> Any:
+def _decoding(parallel: bool, bits: int) -> Any:
     """Compile the loop, whose vectors are the rows of a block, as they lie in a column: three to
     eight times as fast as torch's passes, of which one turns the codes.
     """
     import numba
 
-    up, odd, half, mask, four = *map(np.uint32, (0x7FFF, 1, 16)), np.uint8(15), np.uint8(4)
-    upper, middle = np.uint32(0xFFFF0000), np.float32(_MIDDLE)
+    half, upper, middle = np.uint32(16), np.uint32(0xFFFF0000), np.float32(1 << (bits - 1))
+    behind = UPPER_BYTES[bits]
 
     def restore(both: Any, steps: Any, zeros: Any) -> None:
         for row in range(BLOCK_ROWS):
@@ -270,26 +272,18 @@ def _decoding(parallel: bool) -> Any:
             zero = np.uint32(both[row] & upper).view(np.float32)
             steps[row], zeros[row] = step, zero - middle * step
 
-    def decode_column(own: Any, steps: Any, zeros: Any, out: Any) -> None:
-        for row in range(HALF_ROWS):  # a byte: rows r and r + 32 of a block
-            other, byte = row + HALF_ROWS, own[row]
-            one = np.float32(np.int32(byte & mask)) * steps[row] + zeros[row]
-            two = np.float32(np.int32(byte >> four)) * steps[other] + zeros[other]
-            low, high = np.float32(one).view(np.uint32), np.float32(two).view(np.uint32)
-            out[row] = np.uint16((low + up + ((low >> half) & odd)) >> half)
-            out[other] = np.uint16((high + up + ((high >> half) & odd)) >> half)
+    prepare, fill = compiled_loop(restore, parallel=False, exact=True), columns_decoded(bits)
 
-    prepare = compiled_loop(restore, parallel=False, exact=True)
-    fill = compiled_loop(decode_column, parallel=False, exact=True)
-
-    def decode(pairs: Any, words: Any, group: int, weight: Any) -> None:
-        for block in numba.prange(len(pairs)):
-            top = BLOCK_ROWS * block
+    def decode(codes: Any, words: Any, group: int, weight: Any) -> None:
+        columns, blocks = weight.shape[0], weight.shape[1] // BLOCK_ROWS
+        for block in numba.prange(blocks):
+            top, row = BLOCK_ROWS * block, len(codes) // blocks * block
             steps, zeros = np.empty(BLOCK_ROWS, np.float32), np.empty(BLOCK_ROWS, np.float32)
             for place in range(len(words)):
                 prepare(words[place, top : top + BLOCK_ROWS], steps, zeros)
-                for column in range(place * group, min((place + 1) * group, len(weight))):
-                    fill(pairs[block, column], steps, zeros, weight[column, top : top + BLOCK_ROWS])
+                for column in range(place * group, min((place + 1) * group, columns), DECODED):
+                    more = row + columns + column * behind // HALF_ROWS
+                    fill(steps, zeros, codes, weight, (row + column, more, column, top))
 
     return compiled_loop(decode, parallel, exact=True)
 
@@ -298,7 +292,7 @@ def warm_up(columns: int, rows: int) -> None:
     if is_compiled(rows * columns) and layout_is_known():
         weight = torch.empty(32, BLOCK_ROWS, dtype=torch.bfloat16)
         scale_zero = torch.zeros(1, BLOCK_ROWS, 2, dtype=torch.bfloat16)
-        _turned(weight, torch.zeros(BLOCK_ROWS, 16, dtype=torch.uint8), scale_zero, 32)
+        _turned(weight, torch.zeros(BLOCK_ROWS, 16, dtype=torch.uint8), scale_zero, 32, _BITS)
         narrow = torch.ones(1 + columns // NARROW_GROUP, rows, 2, dtype=torch.uint8)
         kernel_scales(narrow, slice(None))
 

@@ -1,4 +1,4 @@
-"""3 and 4 bit on CPUs with torch's int4 kernel, for bfloat16 activations."""
+"""3 to 6 bit on CPUs in the blocks of torch's int4 kernel, for bfloat16 activations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from functools import partial
 from typing import ClassVar, Self
 
 import torch
+from torch.nn import functional
 
 from quant.backends import int4_few
 from quant.backends.base import CanonicalPacked, ThreadWords, held_scales, read_scales
 from quant.backends.int4_layout import (
-    BLOCK_ROWS,
-    HALF_ROWS,
     few_rows,
     is_compiled,
     is_many,
@@ -29,12 +28,11 @@ from quant.backends.int4_layout import (
     warm_up,
     whole_blocks,
 )
+from quant.backends.upper_bits import BLOCK_ROWS, HALF_ROWS, pack_blocks, unpack_blocks
+from quant.common.errors import SpecError
 from quant.devices import ranges, row_blocks
 from quant.rounding.canonical import CanonicalWeight, decode
-
-
-def _is_whole(packed: torch.Tensor) -> bool:
-    return len(packed) % BLOCK_ROWS == 0 and layout_is_known()
+from quant.scheme import NARROW_GROUP
 
 
 def _restored(
@@ -70,9 +68,14 @@ class _Blocks(CanonicalPacked):
         return out.view(*x.shape[:-1], len(self.packed))
 
     def _is_compiled(self, x: torch.Tensor) -> bool:
-        is_narrow = self.scales.dtype == torch.uint8 and _is_whole(self.packed)
+        is_narrow = self.scales.dtype == torch.uint8 and self._is_known
         worth_it = is_narrow and is_compiled(x.shape[1] * len(self.packed))
         return worth_it and int4_few.takes(self.bits, x.shape[1], len(x))
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether our own loops can read all of the layout."""
+        return len(self.packed) % BLOCK_ROWS == 0 and layout_is_known()
 
     @abstractmethod
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -113,7 +116,7 @@ class Int4Pack(_Blocks):
         return self.packed[block], kernel_scales(self.scales, block)
 
     def restored_for(self, x: torch.Tensor) -> torch.Tensor | None:
-        if not _is_whole(self.packed):
+        if not self._is_known:
             return None
         packed = self.packed.to(x.device, non_blocking=True)
         return _restored(packed, _scales_on(self.scales, x.device, self.bits), x)
@@ -158,7 +161,7 @@ class Int3Pack(_Blocks):
         return cls(packed, pack_scales(held_scales(canonical)), canonical.group)
 
     def restored_for(self, x: torch.Tensor) -> torch.Tensor | None:
-        if not _is_whole(self.packed):
+        if not self._is_known:
             return None
         packed, columns = self.packed.to(x.device, non_blocking=True), x.shape[-1]
         words = _Scratch.words(len(packed), columns)
@@ -246,3 +249,56 @@ def _unfold(packed: torch.Tensor, quarters: torch.Tensor, carried: torch.Tensor)
     torch.add(low, middle, alpha=2, out=last)
     last.add_(high, alpha=4)
     last.add_(last)
+
+
+class _UpperBits(_Blocks):
+    """5.5 and 6.5 bits a weight. `packed` as `pack_blocks`, uint8 `[out, in * bits / 8]`; `scales`
+    as `pack_scales`.
+    """
+
+    @classmethod
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        rows, columns = canonical.codes.shape
+        if rows % BLOCK_ROWS or columns % NARROW_GROUP:
+            raise SpecError(
+                f"int{cls.bits}pack takes multiples of {BLOCK_ROWS} output and {NARROW_GROUP} "
+                f"input features, not {rows} and {columns}; use backend torch_{cls.bits}bit"
+            )
+        packed = pack_blocks(canonical.codes, cls.bits)
+        return cls(packed, pack_scales(held_scales(canonical)), canonical.group)
+
+    @property
+    def _is_known(self) -> bool:
+        return True
+
+    def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
+        return self._multiply_many(x)
+
+    def _multiply_many(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = len(self.packed), x.shape[1]
+        if is_compiled(rows * columns):
+            return multiply_many(x, rows, self._parts, self.group, self.bits)
+        out = x.new_empty(len(x), rows)
+        for block in row_blocks(rows, columns, x.device, multiple=BLOCK_ROWS):
+            part = type(self)(self.packed[block], self.scales[:, block], self.group)
+            out[:, block] = functional.linear(x, part.restored_for(x))
+        return out
+
+    def _parts(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.packed[block], kernel_scales(self.scales, block, bits=self.bits)
+
+    def restored_for(self, x: torch.Tensor) -> torch.Tensor:
+        packed, scales = (
+            each.to(x.device, non_blocking=True) for each in (self.packed, self.scales)
+        )
+        codes = unpack_blocks(packed, x.shape[-1], self.bits)
+        scale, zero = read_scales(scales.transpose(0, 1), self.bits)
+        return decode(codes, scale, zero, self.bits).to(x.dtype)
+
+
+class Int5Pack(_UpperBits):
+    bits: ClassVar[int] = 5
+
+
+class Int6Pack(_UpperBits):
+    bits: ClassVar[int] = 6

@@ -75,6 +75,12 @@ def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> 
     return processor.is_cpu and dtype == "bfloat16" and whole_groups and not shape.out_features % 16
 
 
+def _int6pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    """Ask for whole blocks of 64 rows, of 5 bit as of 6."""
+    whole = shape.out_features % 64 == 0 and shape.in_features % 32 == 0
+    return _int4pack_supports(processor, shape, dtype) and whole
+
+
 def _int3pack_cost(processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:
     return _PAIRS_COST if _multiplies_pairs(processor, shape) else _INT3PACK_COST
 
@@ -292,6 +298,14 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
         own_cost=_int4pack_cost,
     ),
     KernelRule(
+        "int5pack", 5, _int6pack_supports, _packed_bytes(5), "int4pack.Int5Pack",
+        own_cost=_int4pack_cost,
+    ),
+    KernelRule(
+        "int6pack", 6, _int6pack_supports, _packed_bytes(6), "int4pack.Int6Pack",
+        own_cost=_int4pack_cost,
+    ),
+    KernelRule(
         "onednn_w8a8", 8, _onednn_supports, _onednn_bytes, "int8pack.OneDnnW8A8",
         _ONEDNN_COST,
     ),
@@ -313,6 +327,14 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
     ),
     KernelRule(
         "cuda_4bit", 4, _cuda_supports, _packed_bytes(4), "cuda_packed.Cuda4Bit",
+        own_cost=_cuda_cost,
+    ),
+    KernelRule(
+        "cuda_5bit", 5, _cuda_supports, _packed_bytes(5), "cuda_packed.Cuda5Bit",
+        own_cost=_cuda_cost,
+    ),
+    KernelRule(
+        "cuda_6bit", 6, _cuda_supports, _packed_bytes(6), "cuda_packed.Cuda6Bit",
         own_cost=_cuda_cost,
     ),
     KernelRule(
@@ -343,7 +365,7 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
 """Every backend in order of preference; the last of each bitwidth runs everywhere, on any shape."""
 
 
-HOST_BACKENDS = {3: "int3pack", 4: "int4pack", 5: "torch_5bit", 6: "torch_6bit", 8: "int8pack"}
+HOST_BACKENDS = {3: "int3pack", 4: "int4pack", 5: "int5pack", 6: "int6pack", 8: "int8pack"}
 """Backends by bits of weights in the memory of a GPU's host: CPUs multiply with them, and GPUs can
 restore them, which no layout of oneDNN's allows."""
 

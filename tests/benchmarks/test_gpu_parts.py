@@ -104,7 +104,7 @@ def test_what_counts_as_wrong(
     assert (complaint is not None) == is_wrong
 
 
-@pytest.mark.parametrize("backend", ["cuda_3bit", "cuda_4bit", "cuda_8bit", "cuda_w8a8"])
+@pytest.mark.parametrize("backend", ["cuda_3bit", "cuda_6bit", "cuda_8bit", "cuda_w8a8"])
 def test_kernels_by_their_cpu_twins(backend: str, tmp_path: Path) -> None:
     content = found(kernels, backend, tmp_path)
     rows = content["tables"][0]["rows"]

@@ -17,7 +17,7 @@ from quant.backends import int4_few, int4_layout, int4pack
 from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.bnb import BnbNf4
 from quant.backends.int4_layout import layout_is_known
-from quant.backends.int4pack import Int3Pack, Int4Pack
+from quant.backends.int4pack import Int3Pack, Int4Pack, Int5Pack, Int6Pack
 from quant.backends.int8pack import Int8Pack, OneDnnW8A8
 from quant.backends.kernel_classes import BACKENDS, self_test, usable_backend
 from quant.backends.kernel_rule import KernelRule
@@ -162,6 +162,13 @@ def test_int8pack_refuses_rows_that_its_kernel_reads_beyond(columns: int) -> Non
         Int8Pack.from_weight(torch.zeros(16, columns), torch.bfloat16, CPU)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(80, 64), (64, 48)])
+def test_5_and_6_bit_refuse_blocks_that_are_not_whole(rows: int, columns: int) -> None:
+    refusal = f"and 32 input features, not {rows} and {columns}; use backend torch_6bit"
+    with pytest.raises(SpecError, match=refusal):
+        Int6Pack.from_weight(torch.zeros(rows, columns), torch.bfloat16, CPU)
+
+
 def int3pack_and_twin(rows: int, columns: int) -> tuple[Int3Pack, Int4Pack]:
     """A 3-bit weight, and as 4-bit codes twice as large with half the scale, in bfloat16."""
     canonical = quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(8)), 3)
@@ -189,10 +196,12 @@ def test_int3pack_restores_the_int4_layout_bit_by_bit(rows: int, columns: int, t
 
 
 @pytest.mark.skipif(not layout_is_known() or not has_numba(), reason="needs AVX-512 and numba")
-@pytest.mark.parametrize("kind", [Int3Pack, Int4Pack])
+@pytest.mark.parametrize("kind", [Int3Pack, Int4Pack, Int5Pack, Int6Pack])
 @pytest.mark.parametrize("pairs", [True, False])
 def test_few_tokens_with_narrow_scales_against_float64(
-    kind: type[Int3Pack | Int4Pack], pairs: bool, monkeypatch: pytest.MonkeyPatch
+    kind: type[Int3Pack | Int4Pack | Int5Pack | Int6Pack],
+    pairs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Off by a rounding to the activations' type, and by sums in float32 of codes that 128 is added
     to. Of 13 tokens three of the last eight are none.
@@ -261,13 +270,15 @@ def test_unknown_int4_layout_leaves_many_tokens_to_the_kernel(
 
 
 @pytest.mark.skipif(not int4_layout.layout_is_known(), reason="this CPU has no AVX-512")
-@pytest.mark.parametrize("kind", [Int3Pack, Int4Pack])
+@pytest.mark.parametrize("kind", [Int3Pack, Int4Pack, Int5Pack, Int6Pack])
 def test_codes_are_decoded_by_a_compiled_loop_as_by_torch(
     monkeypatch: pytest.MonkeyPatch, kind: type[CanonicalPacked]
 ) -> None:
-    """Of 592 rows the last 16 are of another layout; both are one product but for its rounding."""
+    """Of 592 rows the last 16 are of another layout, which 5 and 6 bit do not have; both are one
+    product but for its rounding.
+    """
     draws = torch.Generator().manual_seed(12)
-    weight = torch.randn(592, 256, generator=draws)
+    weight = torch.randn(592 if kind.bits <= 4 else 576, 256, generator=draws)
     x = torch.randn(130, 256, generator=draws).bfloat16()
     packed, decoded = kind.from_weight(weight, torch.bfloat16, CPU), []
     packed.warm_up(256, torch.bfloat16)

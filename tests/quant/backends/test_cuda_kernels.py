@@ -14,6 +14,8 @@ from quant.backends.cuda_driver import CudaError, Kernels
 from quant.backends.cuda_packed import (
     Cuda3Bit,
     Cuda4Bit,
+    Cuda5Bit,
+    Cuda6Bit,
     Cuda8Bit,
     CudaPacked,
     tensor_cores_complaint,
@@ -40,7 +42,7 @@ from tests.cuda_emulation import CPU, emulated, needs_compiler
 
 pytestmark = needs_compiler
 
-BACKENDS = {3: Cuda3Bit, 4: Cuda4Bit, 8: Cuda8Bit}
+BACKENDS = {3: Cuda3Bit, 4: Cuda4Bit, 5: Cuda5Bit, 6: Cuda6Bit, 8: Cuda8Bit}
 SHAPES = ((8, 32), (11, 96), (21, 192), (16, 1056), (9, 4224))
 """(out, in): narrow groups of 32, stored ones of 64 and 128, rows that leave threads without work
 or take them round the loop twice, rows that the last blocks share."""
@@ -76,8 +78,10 @@ class Case(NamedTuple):
 
 FIRST = (
     Case(70, 4, torch.float16),
+    Case(70, 6, torch.float16),
     Case(75, 8, torch.float16),
     Case(80, 3, torch.bfloat16),
+    Case(80, 5, torch.bfloat16),
 )
 """Each instruction, each bitwidth and both types; the others are rare."""
 CASES = [

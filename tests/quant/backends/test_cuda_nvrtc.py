@@ -20,7 +20,7 @@ _SPILLING = ((12, 0), 3)
 TARGETS = [
     pytest.param(*target, marks=() if target in FIRST else pytest.mark.rare)
     for capability in ((6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), *NEWER)
-    for bits in (3, 4, 8)
+    for bits in (3, 4, 5, 6, 8)
     for bfloat16 in ((0, 1) if capability >= (8, 0) else (0,))
     for target in ((capability, bits, bfloat16),)
     if (capability, bits) != _SPILLING
@@ -52,8 +52,8 @@ def test_a_gpu_that_the_compiler_has_dropped() -> None:
 
 @needs_nvrtc
 def test_what_the_compiler_complains_about_is_told() -> None:
-    with pytest.raises(CudaError, match='"BITS is 3, 4 or 8"'):
-        compile_cuda(text_of(SOURCE), (7, 0), {"BITS": 5, "BFLOAT16": 0})
+    with pytest.raises(CudaError, match='"BITS is 3 to 6 or 8"'):
+        compile_cuda(text_of(SOURCE), (7, 0), {"BITS": 7, "BFLOAT16": 0})
 
 
 def test_without_nvrtc_pure_torch_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:

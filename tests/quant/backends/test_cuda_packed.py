@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from quant.backends.cuda_driver import Kernels
-from quant.backends.cuda_packed import Cuda3Bit, Cuda4Bit, Cuda8Bit, pack_octets, unpack_octets
+from quant.backends.cuda_packed import (
+    Cuda3Bit,
+    Cuda4Bit,
+    Cuda5Bit,
+    Cuda6Bit,
+    Cuda8Bit,
+    pack_octets,
+    unpack_octets,
+)
 from quant.backends.kernel_classes import self_test
 from quant.backends.table import rule_for
 from quant.common.errors import SpecError
@@ -17,7 +25,7 @@ from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")
-BACKENDS = {3: Cuda3Bit, 4: Cuda4Bit, 8: Cuda8Bit}
+BACKENDS = {3: Cuda3Bit, 4: Cuda4Bit, 5: Cuda5Bit, 6: Cuda6Bit, 8: Cuda8Bit}
 SHAPES = ((8, 32), (13, 96), (40, 192), (9, 2560))
 V100 = Processor(compute_capability=(7, 0))
 H200 = Processor(compute_capability=(9, 0))
@@ -37,11 +45,11 @@ def code_at(packed: torch.Tensor, bits: int, row: int, column: int) -> int:
         words = [
             word.to_bytes(4, "little", signed=True) for word in packed[row, :, octet // 4].tolist()
         ]
-        number = b"".join(words)[3 * (octet % 4) :][:3]
+        number = b"".join(words)[bits * (octet % 4) :][:bits]
     return int.from_bytes(number, "little") >> bits * i & ((1 << bits) - 1)
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [3, 4, 5, 6])
 def test_layout_bit_by_bit(bits: int) -> None:
     codes = random_codes(3, 96, bits)
     packed = pack_octets(codes, bits)
@@ -49,7 +57,7 @@ def test_layout_bit_by_bit(bits: int) -> None:
     assert found == codes.tolist()
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [3, 4, 5, 6])
 @pytest.mark.parametrize("shape", [*SHAPES, (700, 1024)])
 def test_packing_round_trip(bits: int, shape: tuple[int, int]) -> None:
     codes = random_codes(*shape, bits)
