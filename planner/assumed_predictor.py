@@ -17,12 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from planner.lengths import FloatArray, IntArray, Lengths
 from quant.common.errors import SpecError
 from quant.common.files import read_json_object
+from quant.common.versions import other_version, unknown_fields, unknown_in
 
 PREDICTOR_FILE = "predictor.json"
 """Its name in the folder of a predictor, beside the weights."""
 
 Count = Annotated[int, Field(ge=0)]
 
+PREDICTOR_VERSION = 1
 _REMEDY = "make the predictor again: llmpq lengths train"
 
 
@@ -34,7 +36,7 @@ class PredictorFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: Literal[1] = 1
+    version: int = PREDICTOR_VERSION
     kind: Literal["classifier", "boosting"]
     buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
     trained_rows: Count
@@ -59,9 +61,15 @@ def predictor_file(folder: Path) -> PredictorFile:
     """Read the file of `folder`; SpecError names what is wrong with it."""
     path = folder / PREDICTOR_FILE
     content = read_json_object(path, _REMEDY, SpecError)
+    version = content.get("version", PREDICTOR_VERSION)
+    if version != PREDICTOR_VERSION:
+        raise SpecError(f"{path}: {other_version(version, PREDICTOR_VERSION, _REMEDY)}")
     try:
         return PredictorFile.model_validate(content)
     except ValidationError as error:
+        unknown = unknown_in(error)
+        if unknown:
+            raise SpecError(f"{path}: {unknown_fields(unknown, _REMEDY)}") from error
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         what = f"field {field}: {first['msg']}" if field else first["msg"]

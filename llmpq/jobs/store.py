@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from quant.checkpoint.stored_tensors import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from quant.common.errors import CheckpointError, InputError
 from quant.common.json_text import loads
 from quant.common.url_files import is_url
+from quant.common.versions import other_version, unknown_fields
 
 MANIFEST_VERSION = 1
 MANIFEST, LOCK, JOURNAL = "job.json", "lock", "job.journal"
@@ -201,6 +202,7 @@ class Manifest:
         """The manifest at `path`, None where there is none; `InputError` for a broken one."""
         try:
             content = loads(path.read_text(encoding="utf-8"))
+            _check_age(path, content)
             manifest = cls(**content)
             record, digest = _record_in(manifest.record), _known_digest(manifest.input_digest)
         except FileNotFoundError:
@@ -209,11 +211,6 @@ class Manifest:
             raise InputError(
                 f"{path} cannot be read as the manifest of a job ({error}); {_REMEDY}"
             ) from error
-        if manifest.version != MANIFEST_VERSION:
-            raise InputError(
-                f"{path} is a manifest of version {manifest.version!r}; this llmpq reads "
-                f"{MANIFEST_VERSION}; {_REMEDY}"
-            )
         wrong = manifest._wrong()
         if wrong is not None:
             raise InputError(f"{path}: {wrong}; {_REMEDY}")
@@ -247,6 +244,19 @@ class Manifest:
                     f"output {output} was made with {name} {_shown(earlier)}, this job "
                     f"has {_shown(value)}; {_as_then(name, earlier)}, {_REMEDY}"
                 )
+
+
+def _check_age(path: Path, content: object) -> None:
+    """Raise `InputError` for the manifest of a job that a newer llmpq has begun."""
+    if not isinstance(content, dict):
+        return
+    version = content.get("version", MANIFEST_VERSION)
+    unknown = content.keys() - {each.name for each in fields(Manifest)}
+    if version != MANIFEST_VERSION:
+        said = other_version(version, MANIFEST_VERSION, _REMEDY)
+        raise InputError(f"{path} is the manifest of a job, of {said}")
+    if unknown:
+        raise InputError(f"{path}, manifest of a job: {unknown_fields(unknown, _REMEDY)}")
 
 
 def _record_in(content: object) -> CompletionRecord | None:

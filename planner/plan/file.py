@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from quant.common.errors import SpecError, invalid_field
 from quant.common.files import write_whole
 from quant.common.json_text import loads
+from quant.common.versions import other_version, unknown_fields, unknown_in
 
 PLAN_VERSION = 1
 DIGEST = "digest"
@@ -23,6 +24,7 @@ FLEET_KEY = "replicas"
 
 Kind = Literal["plan", "fleet"]
 _OWN_KEY = {"plan": "stages", "fleet": FLEET_KEY}
+_PLAN_AGAIN = "plan again with llmpq plan"
 _COMMAND = {"plan": "llmpq plan -o plan.json", "fleet": "llmpq plan --replicas auto"}
 
 
@@ -95,10 +97,8 @@ def _parsed(text: str, source: str, kind: Kind, adapter: TypeAdapter[Any]) -> An
     if not isinstance(content, Mapping) or _OWN_KEY[kind] not in content:
         raise SpecError(f"{source}: not a {kind}; make one with {_COMMAND[kind]}")
     if content.get("version") != PLAN_VERSION:
-        raise SpecError(
-            f"{source}: {kind} version {content.get('version')!r}, this llmpq reads "
-            f"{PLAN_VERSION}; plan again with llmpq plan"
-        )
+        wrong = other_version(content.get("version"), PLAN_VERSION, _PLAN_AGAIN)
+        raise SpecError(f"{source}: {kind} {wrong}")
     if DIGEST in content:
         if content[DIGEST] != _digest(text):
             raise SpecError(
@@ -110,6 +110,10 @@ def _parsed(text: str, source: str, kind: Kind, adapter: TypeAdapter[Any]) -> An
     try:
         return adapter.validate_json(text, strict=True)
     except ValidationError as error:
+        unknown = unknown_in(error)
+        if unknown:
+            said = unknown_fields(unknown, _PLAN_AGAIN)
+            raise SpecError(f"{source}: {kind}: {said}") from error
         raise invalid_field(error, source) from error
     except SpecError as error:
         raise SpecError(f"{source}: {error}") from error

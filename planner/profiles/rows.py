@@ -19,6 +19,7 @@ from planner.profiles.layer_terms import STATE, LayerTerms
 from planner.scheduling import PHASES, Phase
 from quant.common.errors import SpecError
 from quant.common.files import write_text
+from quant.common.versions import other_version
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
 
 VERSION = 1
@@ -100,10 +101,8 @@ def _validated(line: TableLine, kind: type[_Row]) -> _Row:
     values = line.fields()
     version = values.pop("version")
     if version != str(VERSION):
-        raise SpecError(
-            f"{line.place}: the row is of version {version!r}, but this llmpq reads version "
-            f"{VERSION}; measure again with llmpq profile"
-        )
+        wrong = other_version(version, VERSION, "measure again with llmpq profile")
+        raise SpecError(f"{line.place}: the row is of {wrong}")
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
