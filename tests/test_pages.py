@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,17 @@ def test_every_page_that_is_named_exists(folder: str) -> None:
     files = [file for file in (ROOT / folder).rglob("*") if file.suffix in _READ]
     named = {(file, name) for file in files for name in _PAGE.findall(file.read_text("utf-8"))}
     assert [each for each in sorted(named) if not (ROOT / each[1]).exists()] == []
+
+
+def test_pages_say_which_version_they_are_of() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    version = project["version"]
+    for page, said in {
+        "CITATION.cff": f"\nversion: {version}\n",
+        "docs/README.md": f"llmpq {version};",
+        "docs/installing.md": f"llmpq-{version}-py3-none-any.whl",
+    }.items():
+        assert said in (ROOT / page).read_text(encoding="utf-8"), page
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## (\d\S*)", changes, re.MULTILINE)
+    assert released[0] == version

@@ -62,11 +62,13 @@ class Folder:
 
 @dataclass(frozen=True)
 class Host:
+    """`has_entry`: whether passwd knows the user; the cache is temporary where there is no home."""
+
     python: str
     user_id: int
     has_entry: bool
-    home: Folder
     cache: Folder
+    cache_is_temporary: bool
     ray: Folder
     temporary: Folder
     shared_bytes: int

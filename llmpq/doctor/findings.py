@@ -229,8 +229,11 @@ def _folders(host: Host) -> Iterator[Finding]:
         _folder("Ray's files", host.ray, "fails", "export RAY_TMPDIR=/a/short/path"),
         _folder("temporary files", host.temporary, "fails", "export TMPDIR=/another/folder"),
         _folder("cache", host.cache, "note", "export XDG_CACHE_HOME=/another/folder", ROOMY_BYTES),
-        _folder("home", host.home, "note", "export HOME=/a/folder, for caches that last", 0),
     ]
+    if host.cache_is_temporary:
+        remedy = "export XDG_CACHE_HOME=/a/folder, for one that lasts"
+        text = f"no home can be written; the cache is in {host.cache.path}"
+        found.append(Finding("home", "note", text, remedy))
     wrong = [each for each in found if each is not None]
     yield from wrong
     entry = "" if host.has_entry else f"; user {host.user_id} has no passwd entry, and needs none"

@@ -155,14 +155,15 @@ def host_here() -> Host:
     shared = _disk("/dev/shm")
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     temporary = _path(tempfile.gettempdir)
-    with warnings.catch_warnings(action="ignore"):  # of a home, which is a finding of its own
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         cache = _path(lambda: str(user_cache_folder()))
     return Host(
         python=f"{platform.python_version()} at {sys.executable}",
         user_id=os.geteuid(),
         has_entry=_has_entry(),
-        home=_folder(_path(lambda: str(Path.home()))),
         cache=_folder(cache),
+        cache_is_temporary=bool(told),
         ray=_folder(os.environ.get("RAY_TMPDIR") or "/tmp"),
         temporary=_folder(temporary),
         shared_bytes=shared[0],

@@ -14,9 +14,7 @@ def other_version(found: object, known: int, remedy: str) -> str:
     """Tell what is wrong with the version `found`, where `known` is read, and what to do."""
     number = int(found) if isinstance(found, str) and found.isdecimal() else found
     if type(number) is int and number > known:
-        return (
-            f"version {number} is of a newer llmpq, this one reads {known}; update it, or {remedy}"
-        )
+        return f"version {number} of a newer llmpq, this one reads {known}; update it, or {remedy}"
     return f"version {found!r:.40}, this llmpq reads {known}; {remedy}"
 
 

@@ -15,6 +15,7 @@ from tests.llmpq.doctor.machines import (
     CPU,
     CUDA_13,
     CUDA_126,
+    FREE,
     HOST,
     P100,
     T4,
@@ -174,10 +175,11 @@ def test_small_shared_memory_is_a_note_with_the_size_that_ray_wants() -> None:
 
 
 def test_a_home_that_cannot_be_written_stops_nothing() -> None:
-    locked = replace(HOST, home=Folder("/", False), has_entry=False, user_id=12345)
+    temporary = Folder("/tmp/llmpq-cache-12345", True, FREE)
+    locked = replace(HOST, cache=temporary, cache_is_temporary=True, has_entry=False)
     found = only(replace(WITHOUT_GPU, host=locked), "note")
-    assert found == Finding("home", "note", "/ cannot be written", str(found.remedy))
-    assert "HOME=" in str(found.remedy)
+    assert (found.subject, found.text.endswith("/tmp/llmpq-cache-12345")) == ("home", True)
+    assert "XDG_CACHE_HOME" in str(found.remedy)
     named = replace(HOST, cache=Folder("/mnt/llmpq", False))
     assert "XDG_CACHE_HOME" in str(only(replace(WITHOUT_GPU, host=named), "note").remedy)
 

@@ -165,7 +165,7 @@ def test_rows_come_back_and_none_are_needed(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a,b\n1,2", ":1: the columns must be version,sender"),
-        (f"{HEADER}\n{GOOD.replace('1,T4', '2,T4')}", "version '2'"),
+        (f"{HEADER}\n{GOOD.replace('1,T4', '2,T4')}", "version 2 of a newer llmpq"),
         (f"{HEADER}\n{GOOD.replace('T4', 'X9')}", ":2: sender is 'X9'"),
         (f"{HEADER}\n{GOOD.replace('network', 'moon')}", ":2: place is 'moon'"),
         (f"{HEADER}\n{GOOD.replace('0.001', '-1')}", ":2: seconds is '-1'"),

@@ -103,7 +103,7 @@ def test_rows_come_back_and_none_are_needed(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a,b\n1,2", ":1: the columns must be version,accelerator"),
-        (f"{HEADER}\n{GOOD.replace('1,T4', '2,T4')}", "version '2'"),
+        (f"{HEADER}\n{GOOD.replace('1,T4', '2,T4')}", "version 2 of a newer llmpq"),
         (f"{HEADER}\n{GOOD.replace('T4', 'X9')}", ":2: accelerator is 'X9'"),
         (f"{HEADER}\n{GOOD.replace('T4,2', 'T4,1')}", ":2: degree is '1'"),
         (f"{HEADER}\n{GOOD.replace('T4,2', 'T4,16')}", ":2: degree is '16'"),
