@@ -120,6 +120,16 @@ def test_single_rows_are_those_of_the_weight(name: str) -> None:
         assert packed.rows(which[:0]).shape == (0, shape[1])
 
 
+@pytest.mark.parametrize("name", ["cuda_8bit", "cuda_w8a8"])
+def test_single_rows_of_kernels_for_gpus_are_those_of_the_weight(name: str) -> None:
+    """Decoded by torch on any device."""
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(3))
+    packed = BACKENDS[name].from_weight(weight, torch.bfloat16, CPU)
+    which = torch.tensor([95, 0, 48, 0])
+    wanted = BACKENDS[name].represent(weight)[which]
+    torch.testing.assert_close(packed.rows(which), wanted, rtol=1e-6, atol=1e-6)
+
+
 def held_bytes(packed: PackedWeight) -> int:
     """Bytes of the tensors among the fields of a packed weight."""
     fields = [getattr(packed, field.name) for field in dataclasses.fields(packed)]  # type: ignore[arg-type]
