@@ -26,7 +26,7 @@ from planner.model.finding import shape_at_hand
 from planner.model.shape import ModelShape
 from planner.plan.check import check_plan
 from planner.plan.parts import PlannedImportance
-from planner.plan.spec import PlanSpec, StagePlan, all_stages, parts_of
+from planner.plan.spec import PlanSpec, all_stages, parts_of
 from planner.scheduling import PREDICTING
 from planner.workload import check_length
 from quant.checkpoint.model_reference import is_local_model, local_path, resolve
@@ -36,7 +36,7 @@ from quant.common.url_files import is_url
 from quant.loading.cache_settings import CacheSettings
 from quant.rounding.importance_header import FOLDER, by_fingerprint, read_importance_header
 from quant.rounding.importance_store import ImportanceStore
-from quant.scheme import GPTQ
+from quant.scheme import FULL_BITS, GPTQ
 
 _COMMUTING = 2
 """Ranks whose sum is the same in any order."""
@@ -85,7 +85,7 @@ def _check_deterministic(pipelines: Sequence[PlanSpec], source: str) -> None:
             f"{source}: stage {stage.index} ({stage.label}) cannot be deterministic: {why}; leave "
             "out deterministic, or plan for CPUs that are not divided"
         )
-    forms = {(p.kv_bits, p.head_bits, p.rounding, *_forms(p.stages)) for p in pipelines}
+    forms = {tuple(_forms(plan)) for plan in pipelines}
     if len(forms) > 1:
         raise SpecError(
             f"{source}: its pipelines hold layers in different bits, types or kernels, so that "
@@ -93,8 +93,11 @@ def _check_deterministic(pipelines: Sequence[PlanSpec], source: str) -> None:
         )
 
 
-def _forms(stages: Sequence[StagePlan]) -> Iterator[Hashable]:
-    for stage in stages:
+def _forms(plan: PlanSpec) -> Iterator[Hashable]:
+    yield plan.kv_bits, plan.head_bits, plan.rounding
+    if plan.head_bits != FULL_BITS:  # beside the head, a tied embedding has its codes
+        yield plan.head_on_first or len(plan.stages) == 1
+    for stage in plan.stages:
         for each in stage.choices:
             kernels = [stage.backends.get(bits) for bits in (each.bits, each.expert_bits)]
             yield each, stage.dtype, *kernels

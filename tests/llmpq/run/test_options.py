@@ -100,6 +100,7 @@ def test_what_cannot_be_deterministic_is_refused(plan: Plan, fleet: Fleet) -> No
         check_fleet(real, asked, "p.json")
     check_fleet(real, RunOptions(), "p.json")
     first, second = fleet.spec.replicas
-    unlike = dataclasses.replace(first, kv_bits=8), second
-    with pytest.raises(SpecError, match=r"f.json: its pipelines hold layers in different bits"):
-        check_fleet(dataclasses.replace(fleet.spec, replicas=unlike), asked, "f.json")
+    for changed in ({"kv_bits": 8}, {"head_bits": 8}):
+        unlike = dataclasses.replace(first, **changed), second
+        with pytest.raises(SpecError, match=r"f.json: its pipelines hold layers in different bits"):
+            check_fleet(dataclasses.replace(fleet.spec, replicas=unlike), asked, "f.json")
