@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 
-from actors.messages import HeadId, MicroBatch
+import numpy as np
+
+from actors.messages import Admission, HeadId, MicroBatch
 from planner.scheduling import Phase
 
 MOST_REQUESTS = 2**14
@@ -50,29 +52,41 @@ class RequestLog:
     def __init__(self, most: int = MOST_REQUESTS) -> None:
         self._most = most
         self._slots: dict[int, str] = {}
+        self._begun: set[int] = set()  # slots of which a token has been sampled
         self._times: dict[str, dict[Phase, PhaseTimes]] = {}
         self._lock = Lock()
 
     def add(self, batch: MicroBatch, began_s: float, ended_s: float) -> None:
         with self._lock:
             for each in batch.admitted:
-                self._slots.pop(each.slot, None)
-                if not isinstance(each.custom_id, HeadId):
-                    self._slots[each.slot] = each.custom_id
-                    if not each.generated:  # else it goes on, after a fault or from other stages
-                        self._times.pop(each.custom_id, None)
-                    self._times.setdefault(each.custom_id, {})
-            rows = zip(
-                batch.slots.tolist(), batch.counts.tolist(), batch.decode_rows.tolist(), strict=True
-            )
-            for slot, count, is_decode in rows:
+                self._admit(each)
+            sampled = np.ones(len(batch.slots), bool) if batch.samples is None else batch.samples
+            columns = (batch.slots, batch.counts, batch.decode_rows, sampled)
+            for slot, count, is_decode, samples in zip(
+                *(each.tolist() for each in columns), strict=True
+            ):
+                # The last token of a prompt may come alone, as if it were decoded.
+                phase: Phase = "decode" if is_decode and slot in self._begun else "prefill"
+                if samples:
+                    self._begun.add(slot)
                 times = self._times.get(self._slots.get(slot, ""))
                 if times is not None:
-                    phase: Phase = "decode" if is_decode else "prefill"
                     more = PhaseTimes(began_s, ended_s, ended_s - began_s, 1, count)
                     times[phase] = times[phase].plus(more) if phase in times else more
             while len(self._times) > self._most:
                 del self._times[next(iter(self._times))]
+
+    def _admit(self, each: Admission) -> None:
+        self._slots.pop(each.slot, None)
+        self._begun.discard(each.slot)
+        if isinstance(each.custom_id, HeadId):
+            return
+        self._slots[each.slot] = each.custom_id
+        if each.generated:  # it goes on, after a fault or from other stages
+            self._begun.add(each.slot)
+        else:
+            self._times.pop(each.custom_id, None)
+        self._times.setdefault(each.custom_id, {})
 
     def take(self, custom_ids: Sequence[str]) -> dict[str, RequestTimes]:
         """Give out the times of these requests, which have ended."""

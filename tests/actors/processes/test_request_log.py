@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from actors.messages import Admission, HeadId, MicroBatch, Request, Sampling
 from actors.processes.request_log import PhaseTimes, RequestLog
 from tests.actors.batches import batch_in_ranges
@@ -33,6 +35,16 @@ def test_a_requests_micro_batches_are_added_up_by_phase() -> None:
     assert log.take(["a", "b"]) == {}
     log.add(batch_in_ranges([0], [6], [1]), 15.0, 16.0)  # a late one of what was given out
     assert log.take(["a"]) == {}
+
+
+def test_the_last_token_of_a_prompt_that_comes_alone_is_not_decoded() -> None:
+    log = RequestLog()
+    part = admitting(batch_in_ranges([0], [0], [3]), s0="a")
+    log.add(replace(part, samples=np.array([False])), 1.0, 2.0)
+    log.add(batch_in_ranges([0], [3], [1]), 2.0, 3.0)
+    log.add(batch_in_ranges([0], [4], [1]), 3.0, 4.0)
+    times = log.take(["a"])["a"]
+    assert {phase: each.tokens for phase, each in times.items()} == {"prefill": 4, "decode": 1}
 
 
 def test_a_slot_is_its_next_requests() -> None:

@@ -24,6 +24,7 @@ from llmpq.jobs.journal import ProgressPoint
 from llmpq.run.meter import RunMeter, RunState
 from llmpq.run.metrics import RunMetrics
 from llmpq.run.monitor import LoadingState, monitored
+from llmpq.run.spans import RequestTracer
 from llmpq.serve.engine import QueueState
 from llmpq.serve.metrics import ServeMetrics
 from planner.plan.simulate import simulate_plan
@@ -31,6 +32,7 @@ from tests.actors.models import random_prompts
 from tests.llmpq.conftest import BATCH, EMULATED, NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.made_journals import BEGAN, START, died, failed_rows
 from tests.llmpq.report.test_dashboard import metrics_in, queries
+from tests.llmpq.run.test_spans import Exported
 
 PROMPTS = 12
 JOB = "watched"
@@ -140,10 +142,14 @@ def scraped_names() -> dict[str, set[str]]:
     return found
 
 
-def test_every_stage_tells_what_it_did_for_each_request(group: StageGroup) -> None:
+def test_every_stage_tells_what_it_did_for_each_request(
+    group: StageGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All tokens of a request pass every stage, its prompt first, and the first stage before the
-    last one; what was asked for is forgotten.
+    last one; what was asked for is forgotten. All processes have the clock of this machine.
     """
+    monkeypatch.setattr(Observer, "_ping", lambda *_: ClockOffset(0.0, 0.0))
+    group.observer.align()
     asked = requests()
     began_s = time.perf_counter()
     assert sum(len(finished) for finished in group.generate(asked)) == PROMPTS
@@ -155,16 +161,38 @@ def test_every_stage_tells_what_it_did_for_each_request(group: StageGroup) -> No
         assert list(times) == names
         for request in asked:
             prefill, decode = (times[request.custom_id][phase] for phase in ("prefill", "decode"))
-            tokens = prefill.tokens + decode.tokens
-            assert tokens == len(request.prompt_ids) + NEW_TOKENS - 1
-            assert decode.micro_batches >= NEW_TOKENS - 1
+            assert prefill.tokens == len(request.prompt_ids)
+            assert decode.tokens == decode.micro_batches == NEW_TOKENS - 1
             span_s = decode.ended_s - decode.began_s
             assert 0 < decode.busy_s <= span_s + 1e-6
-            assert began_s - 0.01 <= prefill.began_s <= prefill.ended_s <= decode.began_s
-            assert decode.ended_s <= ended_s + 0.01
+            assert began_s <= prefill.began_s <= prefill.ended_s <= decode.began_s
+            assert decode.ended_s <= ended_s
     first, *_, last = stages
     assert all(first[n]["prefill"].began_s < last[n]["prefill"].began_s for n in names)
     assert group.observer.take_requests(names) == ({}, {}, {})
+
+
+def test_a_run_makes_a_trace_of_each_row(
+    one_stage: Plan, monkeypatch: pytest.MonkeyPatch, local_ray: None
+) -> None:
+    monkeypatch.setattr(Observer, "_ping", lambda *_: ClockOffset(0.0, 0.0))
+    exported = Exported()
+    tracer = RequestTracer(exported.provider)
+    monkeypatch.setattr("llmpq.run.spans.open_tracer", lambda url, model: tracer)
+    prompts = [list(each.prompt_ids) for each in requests()[:3]]
+    results = list(one_stage.run(prompts, trace_to="http://localhost:4318", ignore_eos=True))
+    found: dict[int, dict[str, Any]] = {}
+    for span in exported.spans:
+        found.setdefault(span.context.trace_id, {})[span.name] = span
+    assert len(found) == len(results) == 3
+    ids = {spans["row"].attributes["llmpq.custom_id"] for spans in found.values()}
+    assert ids == {result.custom_id for result in results}
+    for spans in found.values():
+        assert set(spans) == {"row", "queue", "prefill", "decode"}
+        assert spans["decode"].attributes["llmpq.tokens"] == NEW_TOKENS - 1
+        row = spans["row"]
+        begins, ends = zip(*((s.start_time, s.end_time) for s in spans.values()), strict=True)
+        assert (row.start_time, row.end_time) == (min(begins), max(ends))
 
 
 def test_prometheus_gets_what_the_dashboard_shows(group: StageGroup) -> None:

@@ -30,9 +30,9 @@ class Exported:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.memory = InMemorySpanExporter()
-        provider = TracerProvider()
-        provider.add_span_processor(SimpleSpanProcessor(self.memory))
-        self.tracer = RequestTracer(provider, lambda: self.now_s, lambda: WALL_S)
+        self.provider = TracerProvider()
+        self.provider.add_span_processor(SimpleSpanProcessor(self.memory))
+        self.tracer = RequestTracer(self.provider, lambda: self.now_s, lambda: WALL_S)
 
     @property
     def spans(self) -> list[Any]:

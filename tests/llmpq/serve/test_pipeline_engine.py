@@ -16,19 +16,23 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.messages import Request
+from actors.processes.observer import ClockOffset, Observer
 from actors.replicas.replica import Restarts
 from llmpq import Cluster, Plan, Workload
 from llmpq.rows.row import Row
 from llmpq.run.options import RunOptions
+from llmpq.run.spans import RequestTracer
 from llmpq.serve.engine import (
     EngineStoppingError,
     PromptTooLongError,
     TokenEvent,
 )
+from llmpq.serve.metrics import ServeMetrics
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.pipeline_engine import PipelineEngine
 from llmpq.serve.service import Service
 from tests.llmpq.divided_plans import SCHEDULE, divided_plan
+from tests.llmpq.run.test_spans import Exported
 from tests.llmpq.serve.asking import COMPLETIONS, client_of
 from tests.paths import EXAMPLES
 
@@ -84,16 +88,18 @@ async def ready(engine: PipelineEngine) -> None:
     assert engine.status == "ready"
 
 
-def with_engine(plan: Plan, use: Callable[[PipelineEngine], Awaitable[None]]) -> None:
+def with_engine(
+    plan: Plan, use: Callable[[PipelineEngine], Awaitable[None]], trace_to: str | None = None
+) -> None:
     """Run `use` while an engine is ready, and end it."""
 
     async def whole() -> None:
         await ready(engine)
         await use(engine)
 
-    options = RunOptions(policy="orca", prefill_chunk_tokens=3)
+    options = RunOptions(policy="orca", prefill_chunk_tokens=3, trace_to=trace_to)
     if plan.spec.prefill_plan is not None:
-        options = RunOptions(policy="exegpt")
+        options = RunOptions(policy="exegpt", trace_to=trace_to)
     engine = PipelineEngine(plan.spec, options)
     engine.start()
     try:
@@ -161,10 +167,46 @@ async def assert_heads_are_shared(engine: PipelineEngine) -> None:
     assert found == [None, {"cached_tokens": 64}, {"cached_tokens": 64}]
 
 
+async def assert_traces_go_over_all_stages(engine: PipelineEngine, exported: Exported) -> None:
+    """What each stage computes of a request lies within it, in its trace."""
+    body = {"model": engine.model_name, "prompt": "yield x", "max_tokens": 6, "ignore_eos": True}
+    metrics = ServeMetrics(clock=time.perf_counter)
+    service = Service(engine, ServeOptions(), metrics=metrics, tracer=engine.tracer)
+    async with client_of(service) as client:
+        assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+    assert engine.tracer is not None
+    await asyncio.to_thread(engine.tracer.flush)
+    spans = exported.spans
+    (root,) = (each for each in spans if each.name == "request")
+    assert {each.context.trace_id for each in spans} == {root.context.trace_id}
+    assert all(root.start_time <= each.start_time < each.end_time for each in spans)
+    assert group_has_all(
+        engine, {(each.name, each.attributes.get("llmpq.stage")) for each in spans}
+    )
+    prompt = len(await engine.encode(Row("p", text="yield x")))
+    for each in spans:
+        wanted = {"prefill": prompt, "decode": 5}.get(each.name)
+        assert each.attributes.get("llmpq.tokens") == wanted
+
+
+def group_has_all(engine: PipelineEngine, told: set[tuple[str, Any]]) -> bool:
+    """Whether each stage is told of: of a divided plan those that prefill, then the others."""
+    assert engine.group is not None
+    stages = engine.group.plan.stages
+    parts = {name for name, stage in told if stage is None}
+    assert parts == {"request", "tokenize", "generate", "queue", "text"}
+    return {stage for _, stage in told if stage is not None} == set(range(len(stages)))
+
+
 @pytest.mark.parametrize("name", ["plan", pytest.param("divided", marks=pytest.mark.rare)])
 def test_many_answers_at_once_are_those_of_generate(
-    name: str, request: pytest.FixtureRequest
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Observer, "_ping", lambda *_: ClockOffset(0.0, 0.0))  # of one machine
+    exported = Exported()
+    tracer = RequestTracer(exported.provider)
+    monkeypatch.setattr("llmpq.run.spans.open_tracer", lambda url, model: tracer)
+
     async def use(engine: PipelineEngine) -> None:
         async def answer(number: int, text: str) -> None:
             await asyncio.sleep(0.02 * number)
@@ -191,7 +233,9 @@ def test_many_answers_at_once_are_those_of_generate(
             await assert_heads_are_shared(engine)
         assert (engine.queue.waiting, engine.queue.running, engine.queue.kv_tokens_used) == (0,) * 3
 
-    with_engine(request.getfixturevalue(name), use)
+        await assert_traces_go_over_all_stages(engine, exported)
+
+    with_engine(request.getfixturevalue(name), use, "http://localhost:4318")
 
 
 def test_a_generation_that_nobody_reads_any_more_leaves_its_room(plan: Plan) -> None:
