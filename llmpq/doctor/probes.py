@@ -41,26 +41,24 @@ T = TypeVar("T", bound=Library)
 
 
 def facts_here(address: str | None = None) -> Facts:
-    """Look at all; processes for torch, numba, Ray and the rest run two at a time."""
+    """Look at all, two libraries at a time, and Ray alone: its start waits for nobody for long."""
     driver = driver_here()
     has_gpus = bool(driver.gpus)
     with ThreadPoolExecutor(2) as pool:
         torch = pool.submit(asked, Torch, "torch")
-        ray = pool.submit(asked, Library, "ray")
         numba = pool.submit(asked, Library, "numba")
         bitsandbytes = pool.submit(asked, Library, "bitsandbytes") if has_gpus else None
         kernels = pool.submit(asked, Library, "kernels") if has_gpus else None
-        cluster = pool.submit(asked, Library, "cluster", address) if address else None
     computes = torch.result().available
     return Facts(
         host=host_here(),
         driver=driver,
         torch=torch.result(),
         numba=numba.result(),
-        ray=ray.result(),
+        ray=asked(Library, "ray"),
         bitsandbytes=None if bitsandbytes is None else bitsandbytes.result(),
         kernels=None if kernels is None or not computes else kernels.result(),
-        cluster=None if cluster is None else cluster.result(),
+        cluster=asked(Library, "cluster", address) if address else None,
         address=address,
     )
 
@@ -68,12 +66,15 @@ def facts_here(address: str | None = None) -> Facts:
 def asked(
     kind: type[T],
     *words: str,
-    command: Iterable[str] = (sys.executable, "-m", "llmpq.doctor.child"),
+    command: Iterable[str] = (sys.executable, "-P", "-m", "llmpq.doctor.child"),
 ) -> T:
     """What the child process says of a library; an error where it dies, or says nothing in time."""
+    # It imports from where this process does, and not from the folder that it is called in.
+    seen = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    whole = [*command, *words]
     try:
         done = subprocess.run(
-            [*command, *words], capture_output=True, text=True, check=False, timeout=CHILD_S
+            whole, env=seen, capture_output=True, text=True, check=False, timeout=CHILD_S
         )
     except subprocess.TimeoutExpired:
         return kind(error=f"no answer within {CHILD_S:.0f} s")

@@ -99,8 +99,10 @@ def test_what_a_library_raises_is_its_error(error: Exception, said: str) -> None
     assert said_of("no-such-package", trial) == {}
 
 
-def test_the_child_tries_a_real_library() -> None:
+def test_the_child_tries_a_real_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("numba")
+    (tmp_path / "numba.py").write_text("raise ImportError('of the folder, not of the library')")
+    monkeypatch.chdir(tmp_path)
     found = asked(Library, "numba")
     assert (found.error, found.complaints) == (None, ())
     assert found.version is not None
