@@ -1,13 +1,12 @@
 """Runs the demo model over two machines, which network namespaces play, and a wire between them.
 
-    python -m benchmarks.stress.two_machines [--delay_ms 1] [--rate_mbit 1000] [--only hops cut tls]
+    python -m benchmarks.stress.two_machines [--delay_ms 1] [--only hops jobs cut tls]
 
 Each machine has a Ray node of its own (`/tmp/ray`, host name and address too), which is started
 again when it ends, as a scheduler does. Told are hops as planned and as measured; jobs of two and
 three stages, and whether their tokens are those of a run on one machine; what a lost wire costs,
-for seconds and for longer than Ray waits for a node; and a job with Ray's TLS, whose wire carries
-no prompt that could be read. Exits with 1 where a row is lost, doubled or has other tokens. Needs
-root, Linux's namespaces and TUN devices.
+for seconds and for longer than Ray waits for a node; and jobs with Ray's TLS. Exits with 1 where a
+row is lost, doubled or has other tokens. Needs root, Linux's namespaces and TUN devices.
 """
 
 from __future__ import annotations
