@@ -86,7 +86,8 @@ def requirements() -> list[str]:
     """The libraries that all parts together need, by `pyproject.toml`."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [each for name in _EXTRAS for each in project["optional-dependencies"][name]]
-    return [*project["dependencies"], *extras, _FOR_TESTS]
+    asked = [*project["dependencies"], *extras, _FOR_TESTS]
+    return [each for each in asked if not each.startswith("torch")]  # which that Python has
 
 
 def _probe(path: str) -> bool | None:

@@ -51,6 +51,7 @@ def test_without_a_driver_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_missing_of_what_the_project_needs() -> None:
     wanted = launch.requirements()
     names = {launch._package(each) for each in wanted}
-    assert {"torch", "ray", "bitsandbytes", "pytest", "huggingface-hub"} <= names
+    assert {"ray", "bitsandbytes", "numba", "pytest", "huggingface-hub"} <= names
+    assert "torch" not in names  # the Python was chosen for its own
     lacking = launch.missing(wanted, names - {"ray", "huggingface-hub"})
     assert {launch._package(each) for each in lacking} == {"ray", "huggingface-hub"}
