@@ -137,7 +137,7 @@ MISTAKES: dict[str, list[tuple[tuple[object, ...], str]]] = {
     ],
     "eval": [
         ((*EVAL, "--importance", "gone"), "gone cannot be read"),
-        ((*EVAL, "--bits", "5"), "bitwidth 5 is not one of"),
+        ((*EVAL, "--bits", "7"), "bitwidth 7 is not one of"),
         ((*EVAL, "--text", "gone"), "cannot read text gone"),
     ],
     "profile": [
