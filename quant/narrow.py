@@ -110,5 +110,8 @@ def encode(scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 def decode_scales(stored: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scales and zeros, float32 `[rows, groups]`, of what `encode` gave."""
-    scale = stored[:, 1:, 0] * _power(stored[:, :1, 0])
-    return scale, _zero_of(stored[:, 1:, 1].float(), scale, zero_steps(bits))
+    both = stored[:, 1:].float()
+    scale = both[..., 0] * _power(stored[:, :1, 0])
+    zero = (both[..., 1] - MIDDLE_ZERO).mul_(1 / zero_steps(bits)).mul_(scale)
+    zero.view(torch.int32).bitwise_and_(_UPPER_HALF)
+    return scale, zero

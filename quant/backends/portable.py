@@ -40,7 +40,10 @@ class _TorchAffine(CanonicalPacked):
             rows, columns = block.stop - block.start, x.shape[-1]
             codes = unpack_codes(self.packed[block], columns, self.bits, memory.codes[:rows])
             scale, zero = read_scales(self.scales[block], self.bits)
-            return decode(codes, scale, zero, self.bits, out=memory.values[:rows])
+            narrow = self.scales.dtype == torch.uint8
+            if narrow:  # with scales and zeros of a byte each step is exact in float32
+                zero.sub_(scale, alpha=1 << (self.bits - 1))
+            return decode(codes, scale, zero, self.bits, memory.values[:rows], narrow)
 
         return linear_by_blocks(x, len(self.scales), decode_rows)
 

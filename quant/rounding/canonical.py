@@ -226,13 +226,17 @@ def decode(
     zero: torch.Tensor | None,
     bits: int,
     out: torch.Tensor | None = None,
+    from_lowest: bool = False,
 ) -> torch.Tensor:
-    """Decode `[rows, in]` with scales and zeros `[rows, groups]` to float32 `[rows, in]`."""
+    """Decode `[rows, in]` with scales and zeros `[rows, groups]` to float32 `[rows, in]`;
+    `from_lowest`: zeros are the values of code 0.
+    """
     values = codes.float() if out is None else out.copy_(codes)
     grouped = values.view(*scale.shape, codes.shape[1] // scale.shape[1])
     scale = scale.float().unsqueeze(-1)
     if zero is not None:
-        grouped.sub_(1 << (bits - 1)).mul_(scale).add_(zero.float().unsqueeze(-1))
+        centred = grouped if from_lowest else grouped.sub_(1 << (bits - 1))
+        centred.mul_(scale).add_(zero.float().unsqueeze(-1))
     else:
         grouped.mul_(scale)
     return values
