@@ -18,6 +18,7 @@ model. Weights and activations are normal random numbers.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -167,7 +168,13 @@ def hold_packed(rule: KernelRule, weight: torch.Tensor, setting: Setting) -> Hel
     backend: type[PackedWeight] = BACKENDS[rule.name]
     shape = LinearShape(in_features=weight.shape[1], out_features=weight.shape[0])
     count = setting.copies(rule.nbytes(shape, dtype_name(setting.dtype)))
-    packed = [backend.from_weight(weight, setting.dtype, setting.device) for _ in range(count)]
+    first = backend.from_weight(weight, setting.dtype, setting.device)
+    held = [each for each in vars(first).values() if torch.is_tensor(each)]
+    can_copy = all(each.layout == torch.strided for each in held)  # oneDNN's layout cannot
+    packed = [first]
+    for _ in range(count - 1):
+        another = copy.deepcopy(first) if can_copy else None
+        packed.append(another or backend.from_weight(weight, setting.dtype, setting.device))
     represented = backend.represent(weight[sampled(len(weight))]).double()
     products = [each.forward for each in packed]
     return Held(rule.name, rule.bits, packed[0].nbytes, products, represented)
