@@ -21,7 +21,7 @@ import torch
 
 from quant.backends.int4_vectors import QUARTERS, RUNS, run_added
 from quant.backends.upper_bits import BLOCK_ROWS, HALF_ROWS, UPPER_BYTES
-from quant.devices import local_processor
+from quant.devices import emulates, local_processor
 from quant.numba_loops import compiled_loop, prefetching, torch_threads
 from quant.scheme import NARROW_GROUP
 
@@ -41,8 +41,11 @@ EPYC (Zen 5), with products of pairs, 6.3 ms in both ways for 64 tokens."""
 
 
 def takes(bits: int, columns: int, tokens: int) -> bool:
-    whole_runs = columns % (RUNS[bits] * _PARTS[bits]) == 0
-    return whole_runs and tokens <= (_MOST_OF_PAIRS if multiplies_pairs() else _MOST_TOKENS)
+    if columns % (RUNS[bits] * _PARTS[bits]):
+        return False
+    if emulates(torch.bfloat16, torch.device("cpu")):
+        return True  # products with decoded rows take far longer
+    return tokens <= (_MOST_OF_PAIRS if multiplies_pairs() else _MOST_TOKENS)
 
 
 @functools.cache

@@ -30,7 +30,7 @@ from quant.backends.int4_layout import (
 )
 from quant.backends.upper_bits import BLOCK_ROWS, HALF_ROWS, pack_blocks, unpack_blocks
 from quant.common.errors import SpecError
-from quant.devices import ranges, row_blocks
+from quant.devices import emulates, ranges, row_blocks
 from quant.rounding.canonical import CanonicalWeight, decode
 from quant.scheme import NARROW_GROUP
 
@@ -276,7 +276,7 @@ class _UpperBits(_Blocks):
 
     def _multiply_many(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = len(self.packed), x.shape[1]
-        if is_compiled(rows * columns):
+        if is_compiled(rows * columns) and not emulates(x.dtype, x.device):
             return multiply_many(x, rows, self._parts, self.group, self.bits)
         out = x.new_empty(len(x), rows)
         for block in row_blocks(rows, columns, x.device, multiple=BLOCK_ROWS):

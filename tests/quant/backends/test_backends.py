@@ -240,8 +240,11 @@ def test_more_tokens_are_left_to_decoded_rows(
     tokens: int, most: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(int4_few, "multiplies_pairs", lambda: True)
+    monkeypatch.setattr(int4_few, "emulates", lambda dtype, device: False)
     assert int4_few.takes(4, 576, tokens) == most
     assert not int4_few.takes(3, 96, 1)  # a quarter is no whole run
+    monkeypatch.setattr(int4_few, "emulates", lambda dtype, device: True)
+    assert int4_few.takes(4, 576, tokens)
 
 
 @pytest.mark.usefixtures("library_alone")
