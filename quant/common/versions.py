@@ -6,13 +6,16 @@ from collections.abc import Collection
 
 from pydantic import ValidationError
 
+_MOST_DIGITS = 9
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """Kinds of pydantic's errors for a field that is not known."""
 
 
 def other_version(found: object, known: int, remedy: str) -> str:
     """Tell what is wrong with the version `found`, where `known` is read, and what to do."""
-    number = int(found) if isinstance(found, str) and found.isdecimal() else found
+    number = found
+    if isinstance(found, str) and found.isdecimal() and len(found) <= _MOST_DIGITS:
+        number = int(found)
     if type(number) is int and number > known:
         return f"version {number} of a newer llmpq, this one reads {known}; update it, or {remedy}"
     return f"version {found!r:.40}, this llmpq reads {known}; {remedy}"

@@ -188,7 +188,7 @@ def test_a_predictor_file_is_read_as_it_was_written(tmp_path):
         ({"confusion": [[0, 0], [0, 0]]}, "confusion: it counts no row"),
         ({"confusion": [[1, -2], [0, 0]]}, "field confusion.0.1"),
         ({"kind": "pickle"}, "field kind"),
-        ({"version": 2}, "field version"),
+        ({"version": 2}, "of a newer llmpq"),
         ({"trained_rows": ...}, "field trained_rows"),
         ({"weights": "x"}, "field weights"),
     ],

@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no such text": (["--model", "{model}", "--bits", "4", "--text", "{folder}/no"], "cannot read"),
     "empty text": (["--model", "{model}", "--bits", "4", "--text", "{empty}"], "no tokenizer"),
     "no ids": (["--model", "{model}", "--bits", "4", "--text", "{no_ids}"], "0 tokens"),
-    "bitwidth": (["--model", "{model}", "--bits", "5", "--text", "{text}"], "bitwidth 5"),
+    "bitwidth": (["--model", "{model}", "--bits", "7", "--text", "{text}"], "bitwidth 7"),
     "no number": (["--model", "{model}", "--bits", "4;4", "--text", "{text}"], "4;4"),
     "layers": (["--model", "{model}", "--bits", "4,4", "--text", "{text}"], "5 layers"),
     "device": (["--model", "{model}", "--bits", "4", "--text", "{text}", "--device", "tpu"], "tpu"),
