@@ -26,7 +26,8 @@ SETUP = "ray._private.authentication.authentication_token_setup"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder without a token, and a umask that lets others read."""
     for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what is set meanwhile does not stay
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
@@ -59,19 +60,22 @@ def test_a_token_that_is_there_stays(home: Path) -> None:
     assert os.listdir(home / ".ray") == ["auth_token"]
 
 
-@pytest.mark.parametrize("home_variable", ["/dev/null", None], ids=["locked", "unknown"])
+@pytest.mark.parametrize("home_is", ["locked", "unknown", "taken"])
 def test_a_user_whose_home_cannot_be_written_has_a_token_too(
-    home_variable: str | None, home: Path, monkeypatch: pytest.MonkeyPatch
+    home_is: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "")  # so that it is put back
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a container's user without an entry
-    if home_variable is None:
+    if home_is == "unknown":
         monkeypatch.delenv("HOME")
+    elif home_is == "locked":
+        monkeypatch.setenv("HOME", "/dev/null")
     else:
-        monkeypatch.setenv("HOME", home_variable)
+        (home / ".ray").write_text("a file")
     make_token()
+    warn_of_readers()
     assert token_file() is None
     assert len(bytes.fromhex(os.environ["RAY_AUTH_TOKEN"])) == 32
+    assert home_is != "taken" or (home / ".ray").read_text() == "a file"
 
 
 def test_runs_that_start_at_once_share_one_token(home: Path) -> None:
@@ -107,15 +111,6 @@ def test_none_is_made_where_none_is_needed(
     monkeypatch.setenv(name, value)
     make_token()
     assert not list(home.iterdir())
-
-
-def test_a_home_that_cannot_be_written_is_left_to_ray(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (home / ".ray").write_text("a file")
-    make_token()
-    warn_of_readers()
-    assert (home / ".ray").read_text() == "a file"
 
 
 @pytest.mark.parametrize("named", [False, True])
