@@ -205,20 +205,31 @@ def test_int3pack_restores_the_int4_layout_bit_by_bit(rows: int, columns: int, t
     assert packed.nbytes == RULES["int3pack"].nbytes(LinearShape(columns, rows), "bfloat16")
 
 
+FEW_BY_OTHER_WAYS = [(2, 1, True), (2, 1, False), (13, 2, True), (13, 2, False)]
+"""Tokens, threads, and whether pairs are multiplied; each is a loop to compile for seconds."""
+
+
 @pytest.mark.skipif(not layout_is_known() or not has_numba(), reason="needs AVX-512 and numba")
 @pytest.mark.parametrize("kind", [Int3Pack, Int4Pack, Int5Pack, Int6Pack])
-@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "threads", "pairs"),
+    [(13, 2, None), *(pytest.param(*each, marks=pytest.mark.rare) for each in FEW_BY_OTHER_WAYS)],
+)
 def test_few_tokens_with_narrow_scales_against_float64(
     kind: type[Int3Pack | Int4Pack | Int5Pack | Int6Pack],
-    pairs: bool,
+    tokens: int,
+    threads: int,
+    pairs: bool | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Off by a rounding to the activations' type, and by sums in float32 of codes that 128 is added
-    to. Of 13 tokens three of the last eight are none.
+    to. Of 13 tokens three of the last eight are none. `pairs`: None as this CPU multiplies.
     """
     if pairs and not int4_few.multiplies_pairs():
         pytest.skip("this CPU has no products of pairs")
-    monkeypatch.setattr(int4_few, "multiplies_pairs", lambda: pairs)
+    if pairs is not None:
+        monkeypatch.setattr(int4_few, "multiplies_pairs", lambda: pairs)
+    monkeypatch.setattr(torch, "get_num_threads", partial(int, threads))
     for rows, columns in ((320, 576), (64, 4096)):
         generator = torch.Generator().manual_seed(columns)
         weight = torch.randn(rows, columns, generator=generator)
@@ -226,13 +237,11 @@ def test_few_tokens_with_narrow_scales_against_float64(
         canonical = quantize(weight + 0.01, kind.bits)
         packed, meant = kind.from_canonical(canonical), dequantize(canonical).double()
         terms = (128 + (1 << kind.bits)) * canonical.scale.double().amax(-1)
-        for tokens, threads in ((2, 1), (13, 2)):
-            monkeypatch.setattr(torch, "get_num_threads", partial(int, threads))
-            x = torch.randn(tokens, columns, generator=generator).bfloat16()
-            out = int4_few.multiply(kind.bits, x, packed.packed, packed.scales)
-            exact, sizes = x.double() @ meant.t(), x.double().abs().sum(-1, keepdim=True)
-            limit = 2**-8 * exact.abs() + 2**-24 * sizes * terms
-            assert ((out.double() - exact).abs() <= limit).all()
+        x = torch.randn(tokens, columns, generator=generator).bfloat16()
+        out = int4_few.multiply(kind.bits, x, packed.packed, packed.scales)
+        exact, sizes = x.double() @ meant.t(), x.double().abs().sum(-1, keepdim=True)
+        limit = 2**-8 * exact.abs() + 2**-24 * sizes * terms
+        assert ((out.double() - exact).abs() <= limit).all()
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(63, True), (64, False)])
