@@ -62,7 +62,10 @@ def compiled_loop(function: Any, parallel: bool, exact: bool = False) -> Any:
     torch's own operations give the same bits.
     """
     import numba
+    from llvmlite import binding
 
+    # for instructions that a loop names, which may come from disk with a loop that is called
+    binding.initialize_native_asmparser()
     settings: Any = numba.config
     settings.THREADING_LAYER = _thread_pool()
     fast = False if exact else _FAST_SUMS

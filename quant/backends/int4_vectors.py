@@ -94,9 +94,8 @@ class Vectors:
     """Instructions with vectors of 16 numbers, for the arguments of the functions above."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, arguments: Any, pairs: bool) -> None:
-        from llvmlite import binding, ir
+        from llvmlite import ir
 
-        binding.initialize_native_asmparser()
         self._context, self._builder = context, builder
         self._kinds, self._arguments = kinds, arguments
         self._step = 2 if pairs else 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from quant.kept_loops import described
 from quant.numba_loops import compiled_loop
+from tests.paths import ROOT
 
 _ADDED = 1
 
@@ -69,6 +72,35 @@ def test_methods_that_write_instructions_are_part_of_a_loop(
     before = described(lambda: _Writer().instructions())
     monkeypatch.setattr(_Writer, "instructions", _other_instructions)
     assert described(lambda: _Writer().instructions()) != before
+
+
+NAMES_INSTRUCTIONS = """
+import sys
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+from quant.numba_loops import compiled_loop
+
+def code(context, builder, signature, arguments):
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "nop", "", [], True)
+    return context.get_dummy_value()
+
+wait = intrinsic(lambda context: (types.void(), code))
+
+def waited(number):
+    wait()
+    return number
+
+inner, more = compiled_loop(waited, parallel=False), int(sys.argv[1])
+print(compiled_loop(lambda number: inner(number) + more, parallel=False)(1))
+"""
+
+
+def test_another_process_calls_a_kept_loop_that_names_instructions(folder: Path) -> None:
+    for more in (1, 2):  # the second compiles the caller alone
+        command = [sys.executable, "-c", NAMES_INSTRUCTIONS, str(more)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, f"{1 + more}\n"), done.stderr
 
 
 def test_nothing_is_taken_where_others_may_write_or_files_are_damaged(folder: Path) -> None:
