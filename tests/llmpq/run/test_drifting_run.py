@@ -111,9 +111,16 @@ DIVIDED = RequestSchedule("waa-c", 2, 4, 1, 2, 2, float(PROMPT))
 
 
 class Watch:
-    """The groups that start, and the lengths for which another schedule is asked for."""
+    """The groups that start, and the lengths for which another schedule is asked for; it is `ready`
+    at once, or searched.
+    """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, group_class: type[Any]) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        group_class: type[Any],
+        ready: PlanSpec | None = None,
+    ) -> None:
         self.asked: list[RequestLengths] = []
         self.started: list[Any] = []
         enter = group_class.__enter__
@@ -124,27 +131,31 @@ class Watch:
 
         def again(plan: PlanSpec, lengths: RequestLengths, *others: Any) -> PlanSpec:
             self.asked.append(lengths)
-            return reschedule_measured(plan, lengths, *others)
+            return ready or reschedule_measured(plan, lengths, *others)
 
         monkeypatch.setattr(group_class, "__enter__", entered)
         monkeypatch.setattr("llmpq.run.run.reschedule_measured", again)
 
 
+def answers_of(tokens: int) -> RequestLengths:
+    return RequestLengths(*(LengthDistribution((each,), (1.0,)) for each in (PROMPT, tokens)))
+
+
 def expecting_short(spec: PlanSpec) -> PlanSpec:
     """A plan that was made for answers a third as long."""
-    lengths = RequestLengths(
-        LengthDistribution((PROMPT,), (1.0,)), LengthDistribution((PLANNED_NEW,), (1.0,))
-    )
-    return replace(spec, latency=replace(FORECAST, lengths=lengths))
+    return replace(spec, latency=replace(FORECAST, lengths=answers_of(PLANNED_NEW)))
 
 
 @pytest.mark.usefixtures("quick")
 def test_another_schedule_is_followed_by_the_same_stages(
     planned: Callable[..., PlanSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By itself: nothing is loaded again, and no row waits."""
+    """By itself: nothing is loaded again, and no row waits. The other one is found before, so that
+    rows are left for it however slow the search is.
+    """
     spec = expecting_short(bounded(planned(8, Lengths((PROMPT,), (NEW,))), SCHEDULE))
-    watch = Watch(monkeypatch, StageGroup)
+    found = reschedule_measured(spec, answers_of(NEW))
+    watch = Watch(monkeypatch, StageGroup, found)
     drift, followed = run(spec)
     assert "12 tokens an output, planned 4 (+200%); another schedule is looked for" in drift
     assert followed.startswith(
