@@ -200,6 +200,6 @@ def test_without_another_plan_the_run_goes_on(
         raise InfeasibleError("nothing fits")
 
     monkeypatch.setattr("llmpq.run.run.replan_measured", again)
-    drift, none = run(planned(32), replan="auto")
+    drift, none = run(planned(8), 3 * ROWS, replan="auto")
     assert "planned 4.08 (+194%)" in drift
     assert none == "drift: no other plan: nothing fits; the run goes on as it is"
