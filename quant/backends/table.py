@@ -15,6 +15,7 @@ from dataclasses import replace
 from quant.backends.kernel_rule import KernelCost, KernelRule
 from quant.common.errors import SpecError
 from quant.scheme import (
+    AFFINE_BITS,
     BITWIDTHS,
     DTYPE_BYTES,
     FULL_BITS,
@@ -321,41 +322,23 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
         "cuda_w8a8", 8, _cuda_w8a8_supports, _rotated_bytes, "cuda_w8a8.CudaW8A8",
         own_cost=_cuda_w8a8_cost, stand_in="cuda_8bit",
     ),
-    KernelRule(
-        "cuda_3bit", 3, _cuda_supports, _packed_bytes(3), "cuda_packed.Cuda3Bit",
-        own_cost=_cuda_cost,
-    ),
-    KernelRule(
-        "cuda_4bit", 4, _cuda_supports, _packed_bytes(4), "cuda_packed.Cuda4Bit",
-        own_cost=_cuda_cost,
-    ),
-    KernelRule(
-        "cuda_5bit", 5, _cuda_supports, _packed_bytes(5), "cuda_packed.Cuda5Bit",
-        own_cost=_cuda_cost,
-    ),
-    KernelRule(
-        "cuda_6bit", 6, _cuda_supports, _packed_bytes(6), "cuda_packed.Cuda6Bit",
-        own_cost=_cuda_cost,
+    *(
+        KernelRule(
+            f"cuda_{bits}bit", bits, _cuda_supports, _packed_bytes(bits),
+            f"cuda_packed.Cuda{bits}Bit", own_cost=_cuda_cost,
+        )
+        for bits in AFFINE_BITS
     ),
     KernelRule(
         "cuda_8bit", 8, _cuda_supports, _int8_row_bytes, "cuda_packed.Cuda8Bit",
         own_cost=_cuda_cost,
     ),
-    KernelRule(
-        "torch_3bit", 3, _anywhere, _packed_bytes(3), "portable.Torch3Bit",
-        KernelCost(passes=28.0),
-    ),
-    KernelRule(
-        "torch_4bit", 4, _anywhere, _packed_bytes(4), "portable.Torch4Bit",
-        KernelCost(passes=24.0),
-    ),
-    KernelRule(
-        "torch_5bit", 5, _anywhere, _packed_bytes(5), "portable.Torch5Bit",
-        KernelCost(passes=28.0),
-    ),
-    KernelRule(
-        "torch_6bit", 6, _anywhere, _packed_bytes(6), "portable.Torch6Bit",
-        KernelCost(passes=28.0),
+    *(
+        KernelRule(
+            f"torch_{bits}bit", bits, _anywhere, _packed_bytes(bits), f"portable.Torch{bits}Bit",
+            KernelCost(passes=24.0 if bits == 4 else 28.0),
+        )
+        for bits in AFFINE_BITS
     ),
     KernelRule(
         "torch_8bit", 8, _anywhere, _int8_row_bytes, "portable.Torch8Bit",
