@@ -171,7 +171,7 @@ def linear_of_codes(
     assert canonical.bits == form.bits, "checked by the caller, who can name the tensor"
     rows, columns = canonical.codes.shape
     group = None if canonical.zero is None else canonical.group
-    shape = LinearShape(columns, rows, group, stored_narrow=canonical.narrow)
+    shape = LinearShape(columns, rows, group, stored_form=canonical.form)
     if form.backend is not None and canonical.zero is not None:
         form = replace(form, backend=_backend_for_codes(form.backend))
     rule = form.rule_of(shape)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import accumulate, chain
 from math import gcd
 
@@ -50,6 +51,19 @@ NARROW_GROUP = 32
 """Columns that share a scale where weights are rounded as they are loaded: scale and zero then
 have a byte each (`quant.narrow`)."""
 
+SUPER_BLOCK = 256
+"""Columns of a block of GGUF whose groups have small factors of a few numbers of 16 bit."""
+
+
+class ScaleForm(StrEnum):
+    """How scales and zeros of 3 to 6 bit are held: as two numbers of 16 bit each, in a byte each
+    (`quant.narrow`), or as factors in super-blocks (`quant.super_blocks`).
+    """
+
+    PAIRS = "pairs"
+    NARROW = "narrow"
+    SUPER_BLOCKS = "super-blocks"
+
 
 @dataclass(frozen=True)
 class LinearShape:
@@ -62,17 +76,18 @@ class LinearShape:
     stored_group: int | None = None
     cut_group: int | None = None
     stored_bits: int | None = None
-    stored_narrow: bool = False
+    stored_form: ScaleForm = ScaleForm.PAIRS
 
     @property
     def group(self) -> int:
         return self.cut_group or self.stored_group or rounded_group(self.in_features)
 
     @property
-    def is_narrow(self) -> bool:
-        """Whether scale and zero of a group, if there are both, have a byte each."""
-        may_be = self.stored_group is None or self.stored_narrow
-        return may_be and self.group == NARROW_GROUP
+    def form(self) -> ScaleForm:
+        """How scale and zero of a group are held, if there are both."""
+        form = ScaleForm.NARROW if self.stored_group is None else self.stored_form
+        is_apart = form is ScaleForm.NARROW and self.group != NARROW_GROUP
+        return ScaleForm.PAIRS if is_apart else form
 
     @property
     def parameters(self) -> int:
@@ -95,6 +110,13 @@ class Processor:
 def group_size(in_features: int) -> int:
     """Columns of a group in a checkpoint that is calibrated here."""
     return next((size for size in GROUP_SIZES if in_features % size == 0), in_features)
+
+
+def super_block_pairs(bits: int) -> int:
+    """Pairs of bytes that scales of a super-block take: 6 bit has one number of 16 bit, 4 and 5 bit
+    have two, and all one pair for each 32 columns.
+    """
+    return SUPER_BLOCK // NARROW_GROUP + (1 if bits == 6 else 2)
 
 
 def rounded_group(in_features: int) -> int:
@@ -168,6 +190,14 @@ def stacked(cuts: Sequence[Cut]) -> Cut:
     return Cut(ROWS, begin, end, firsts[-1], tuple(more))
 
 
+def part_form(form: ScaleForm, cut: Cut) -> ScaleForm:
+    """How scales of a part are held, where its groups are those of the whole: super-blocks have to
+    be whole.
+    """
+    is_whole = cut.dimension == ROWS or cut.begin % SUPER_BLOCK == cut.length % SUPER_BLOCK == 0
+    return form if is_whole or form is not ScaleForm.SUPER_BLOCKS else ScaleForm.PAIRS
+
+
 def part_group(group: int, cut: Cut) -> int:
     """Columns of a part that share a scale: `group`, unless the cut goes through a group."""
     return group if cut.dimension == ROWS else gcd(group, cut.begin, cut.length)
@@ -179,7 +209,8 @@ def part_shape(shape: LinearShape, cut: Cut) -> LinearShape:
     group = part_group(shape.group, cut)
     is_usual = shape.stored_group is None and group == rounded_group(cut.length)
     stored = None if is_usual else group
-    return LinearShape(cut.length, shape.out_features, stored, stored_narrow=shape.stored_narrow)
+    form = part_form(shape.stored_form, cut)
+    return LinearShape(cut.length, shape.out_features, stored, stored_form=form)
 
 
 DAMPING = 0.01

@@ -39,7 +39,7 @@ from quant.backends.table import INT8_MATRICES, KERNEL_RULES
 from quant.linear import QuantizedLinear
 from quant.loading.cached_layer import put_submodule
 from quant.rounding.canonical import CanonicalWeight
-from quant.scheme import FULL_BITS, LinearShape, Processor
+from quant.scheme import FULL_BITS, LinearShape, Processor, ScaleForm
 
 META = torch.device("meta")
 VIEWS = {
@@ -246,7 +246,7 @@ def _packed(kernel: type[PackedWeight], shape: LinearShape, bits: int) -> Packed
         whole = CanonicalWeight(codes, empty(torch.float32, rows, 1), None, 8, columns)
         return kernel.from_canonical(whole)
     scale, zero = (empty(torch.bfloat16, rows, columns // shape.group) for _ in range(2))
-    own = CanonicalWeight(codes, scale, zero, bits, shape.group, shape.is_narrow)
+    own = CanonicalWeight(codes, scale, zero, bits, shape.group, shape.form is ScaleForm.NARROW)
     return kernel.from_canonical(own)
 
 

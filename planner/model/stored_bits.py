@@ -76,7 +76,8 @@ def _of_layers(
     config: StoredConfig, shape: ModelShape, stored: Callable[[str, LinearShape], StoredLinear]
 ) -> ModelShape:
     """Return `shape`, of whose kinds each has its own linears: layers of a kind that are stored
-    with other bits are another one. Groups are the finest of the layers.
+    with other bits, or another form of scales, are another one. Groups are the finest of the
+    layers.
     """
     names, found = FAMILIES[shape.model_type].architecture, list[list[StoredLinear]]()
     for index, kind in enumerate(shape.kind_of_layer):
@@ -85,7 +86,7 @@ def _of_layers(
     if all(own.bits == FULL_BITS for linears in found for own in linears):
         return shape.with_all(stored=None, decoded=config.words)
     keys = [
-        (kind, tuple(own.bits for own in linears))
+        (kind, tuple((own.bits, own.form) for own in linears))
         for kind, linears in zip(shape.kind_of_layer, found, strict=True)
     ]
     order = sorted(dict.fromkeys(keys), key=lambda key: key[0])

@@ -20,7 +20,16 @@ from planner.model.family import Architecture
 from planner.model.layer_parts import DeltaMixer, LatentAttention
 from planner.model.shape import ModelShape
 from quant.common.errors import SpecError
-from quant.scheme import COLUMNS, GROUP_SIZES, ROWS, Cut, LinearShape, stacked
+from quant.scheme import (
+    COLUMNS,
+    GROUP_SIZES,
+    ROWS,
+    SUPER_BLOCK,
+    Cut,
+    LinearShape,
+    ScaleForm,
+    stacked,
+)
 
 DEGREES = (1, 2, 4, 8)
 """Numbers of devices that a group may have."""
@@ -338,6 +347,7 @@ def _units(columns: int, degree: int, groups: Sequence[int]) -> list[int]:
 
 def _first_unit(linear: LinearShape, degree: int) -> int | None:
     stored = () if linear.stored_group is None else (linear.stored_group,)
+    stored = (SUPER_BLOCK, *stored) if linear.form is ScaleForm.SUPER_BLOCKS else stored
     found = _units(linear.in_features, degree, (*stored, *GROUP_SIZES, *_FINER_UNITS))
     return next(iter(found), None)
 

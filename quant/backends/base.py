@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quant import super_blocks
 from quant.common.errors import CheckpointError
 from quant.devices import moved_blocks, prefers_float32, ranges, row_blocks, rows_at_once
 from quant.narrow import decode_scales, encode
-from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
+from quant.rounding.canonical import CanonicalWeight, decode, dequantize, quantize
 from quant.rounding.ways import DEFAULT, Rounding
-from quant.scheme import LinearShape
+from quant.scheme import LinearShape, ScaleForm
 
 _MANY_TOKENS = 8
 _PRODUCT_ROWS = 256
@@ -118,9 +119,12 @@ class CanonicalPacked(PackedWeight):
 
 def held_scales(canonical: CanonicalWeight, dtype: torch.dtype | None = None) -> Tensor:
     """Scales and zeros of affine codes as backends hold them: uint8 `[out, 1 + groups, 2]`
-    (`quant.narrow`), else `[out, groups, 2]` in `dtype`, without one as they are.
+    (`quant.narrow`), int8 `[out, pairs, 2]` (`quant.super_blocks`), else `[out, groups, 2]` in
+    `dtype`, without one as they are.
     """
     assert canonical.zero is not None, "asked of affine codes"
+    if canonical.held is not None:
+        return canonical.held.contiguous()
     if canonical.narrow:
         return encode(canonical.scale, canonical.zero, canonical.bits)
     dtype = dtype or canonical.scale.dtype
@@ -128,11 +132,32 @@ def held_scales(canonical: CanonicalWeight, dtype: torch.dtype | None = None) ->
 
 
 def read_scales(held: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scales and zeros `[out, groups]` of what `held_scales` gave."""
+    """Scales and zeros `[out, groups]` of what `held_scales` gave, but of super-blocks."""
+    assert form_of(held) is not ScaleForm.SUPER_BLOCKS, "whose zeros would be rounded"
     if held.dtype == torch.uint8:
         return decode_scales(held, bits)
     scale, zero = held.unbind(-1)
     return scale, zero
+
+
+def form_of(held: Tensor) -> ScaleForm:
+    """The form of scales that backends hold, which their type tells."""
+    forms = {torch.uint8: ScaleForm.NARROW, torch.int8: ScaleForm.SUPER_BLOCKS}
+    return forms.get(held.dtype, ScaleForm.PAIRS)
+
+
+def decode_held(codes: Tensor, held: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
+    """Decode `[rows, in]` with scales that `held_scales` gave to float32, each weight rounded at
+    most once.
+    """
+    form = form_of(held)
+    if form is ScaleForm.SUPER_BLOCKS:
+        scale, low = super_blocks.decode_scales(held, bits)
+    else:
+        scale, low = read_scales(held, bits)
+        if form is ScaleForm.NARROW:  # each step is exact in float32
+            low.sub_(scale, alpha=1 << (bits - 1))
+    return decode(codes, scale, low, bits, out, from_lowest=form is not ScaleForm.PAIRS)
 
 
 def groups_of(held: Tensor) -> int:

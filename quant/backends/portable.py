@@ -10,9 +10,9 @@ import torch
 from quant.backends.base import (
     CanonicalPacked,
     DecodeMemory,
+    decode_held,
     held_scales,
     linear_by_blocks,
-    read_scales,
 )
 from quant.rounding.canonical import (
     CanonicalWeight,
@@ -39,11 +39,7 @@ class _TorchAffine(CanonicalPacked):
         def decode_rows(block: slice) -> torch.Tensor:
             rows, columns = block.stop - block.start, x.shape[-1]
             codes = unpack_codes(self.packed[block], columns, self.bits, memory.codes[:rows])
-            scale, zero = read_scales(self.scales[block], self.bits)
-            narrow = self.scales.dtype == torch.uint8
-            if narrow:  # with scales and zeros of a byte each step is exact in float32
-                zero.sub_(scale, alpha=1 << (self.bits - 1))
-            return decode(codes, scale, zero, self.bits, memory.values[:rows], narrow)
+            return decode_held(codes, self.scales[block], self.bits, memory.values[:rows])
 
         return linear_by_blocks(x, len(self.scales), decode_rows)
 
@@ -52,7 +48,7 @@ class _TorchAffine(CanonicalPacked):
             each.to(x.device, non_blocking=True) for each in (self.packed, self.scales)
         )
         codes = unpack_codes(packed, x.shape[-1], self.bits)
-        return decode(codes, *read_scales(scales, self.bits), self.bits).to(x.dtype)
+        return decode_held(codes, scales, self.bits).to(x.dtype)
 
 
 class Torch3Bit(_TorchAffine):

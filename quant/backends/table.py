@@ -20,9 +20,12 @@ from quant.scheme import (
     DTYPE_BYTES,
     FULL_BITS,
     GROUP_SIZES,
+    SUPER_BLOCK,
     LinearShape,
     Processor,
+    ScaleForm,
     code_bytes,
+    super_block_pairs,
 )
 
 INT8PACK_COLUMNS = 16
@@ -72,7 +75,7 @@ def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> 
     """Check what `_convert_weight_to_int4pack_for_cpu` and its product do, and for bfloat16: the
     kernel takes float32 and float16 too, at a hundredth of the speed.
     """
-    whole_groups = shape.group in GROUP_SIZES
+    whole_groups = shape.group in GROUP_SIZES and shape.form is not ScaleForm.SUPER_BLOCKS
     return processor.is_cpu and dtype == "bfloat16" and whole_groups and not shape.out_features % 16
 
 
@@ -93,7 +96,11 @@ def _int4pack_cost(processor: Processor, shape: LinearShape, dtype: str) -> Kern
 def _multiplies_pairs(processor: Processor, shape: LinearShape) -> bool:
     """Whether our own loop multiplies few rows by products of pairs (`quant.backends.int4_few`)."""
     whole_blocks = shape.out_features % 64 == 0 and shape.in_features % 64 == 0
-    return "avx512_bf16" in processor.instruction_sets and shape.is_narrow and whole_blocks
+    return (
+        "avx512_bf16" in processor.instruction_sets
+        and shape.form is ScaleForm.NARROW
+        and whole_blocks
+    )
 
 
 def _onednn_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
@@ -162,7 +169,8 @@ def _cuda_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool
     least = {"float16": (6, 0), "bfloat16": (8, 0)}.get(dtype)
     if least is None or not _has_capability(processor, least):
         return False
-    return shape.group in GROUP_SIZES and shape.out_features >= 8
+    known = shape.group in GROUP_SIZES and shape.form is not ScaleForm.SUPER_BLOCKS
+    return known and shape.out_features >= 8
 
 
 def reads_ranges(processor: Processor, dtype: str, head_dim: int) -> bool:
@@ -191,19 +199,24 @@ def _plain_bytes(shape: LinearShape, dtype: str) -> int:
     return shape.parameters * DTYPE_BYTES[dtype]
 
 
-def _groups_bytes(shape: LinearShape) -> int:
+def _groups_bytes(shape: LinearShape, bits: int) -> int:
     """Bytes of scale and zero of every group, 16 bit each (bfloat16), or narrow ones and 16 bit of
-    each row.
+    each row, or factors and halves of super-blocks.
     """
     groups = shape.in_features // shape.group
-    return shape.out_features * (2 * groups + 2 if shape.is_narrow else 4 * groups)
+    pairs = {
+        ScaleForm.PAIRS: 2 * groups,
+        ScaleForm.NARROW: groups + 1,
+        ScaleForm.SUPER_BLOCKS: shape.in_features // SUPER_BLOCK * super_block_pairs(bits),
+    }
+    return 2 * shape.out_features * pairs[shape.form]
 
 
 def _packed_bytes(bits: int) -> Callable[[LinearShape, str], int]:
     """Affine codes, each row padded to whole bytes, and the groups."""
 
     def nbytes(shape: LinearShape, dtype: str) -> int:
-        return shape.out_features * code_bytes(shape.in_features, bits) + _groups_bytes(shape)
+        return shape.out_features * code_bytes(shape.in_features, bits) + _groups_bytes(shape, bits)
 
     return nbytes
 

@@ -21,7 +21,7 @@ class GroupCodes:
     groups]`; `zero` uint8 `[out, groups]`; `group_of_column` int32 `[in]`; `low` float `[out,
     groups]` where the lowest weight of a group is no multiple of its scale, else None. `narrow`:
     scale and low have a byte each, as `quant.narrow` can hold them, and zero is the middle
-    code.
+    code. `held`: scale and low are those of super-blocks (`quant.super_blocks`).
     """
 
     codes: torch.Tensor
@@ -31,6 +31,7 @@ class GroupCodes:
     bits: int
     low: torch.Tensor | None = None
     narrow: bool = False
+    held: torch.Tensor | None = None
 
     def check_finite(self, place: str) -> None:
         sizes = self.scale if self.low is None else torch.stack((self.scale, self.low))
@@ -48,6 +49,7 @@ class GroupCodes:
 
     def split_rows(self, parts: int) -> list[GroupCodes]:
         """As many weights of equal numbers of rows below each other."""
+        assert self.held is None, "asked of what is made here"
         each = [part.chunk(parts) for part in (self.codes, self.scale, self.zero)]
         lows = (None,) * parts if self.low is None else self.low.chunk(parts)
         return [

@@ -14,6 +14,7 @@ from quant.scheme import (
     FULL_BITS,
     NEAR_FULL_BITS,
     LinearShape,
+    ScaleForm,
     group_size,
     rounded_group,
 )
@@ -56,11 +57,11 @@ _COUNT = re.compile(r"(?<![\w\].])\{|\{[^}]{6}")
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """`narrow`: scale and zero of a group have a byte each (`quant.narrow`)."""
+    """`form`: how scale and zero of a group are held."""
 
     bits: int
     group_size: int
-    narrow: bool = False
+    form: ScaleForm = ScaleForm.PAIRS
 
     def held(self, linear: LinearShape, layer_bits: int) -> LinearShape:
         """`linear` as stages hold it in a layer of `layer_bits`, with the groups of its codes."""
@@ -71,7 +72,7 @@ class StoredLinear:
             linear,
             stored_group=rounded_group(linear.in_features) if again else group,
             stored_bits=None if self.bits == layer_bits else self.bits,
-            stored_narrow=again or self.narrow,
+            stored_form=ScaleForm.NARROW if again else self.form,
         )
 
 

@@ -28,15 +28,19 @@ from quant.scheme import (
     NEAR_FULL_BITS,
     ROWS,
     Cut,
+    ScaleForm,
     code_bytes,
+    part_form,
     part_group,
     rounded_group,
 )
+from quant.super_blocks import cut_blocks, decode_scales
 
 CANONICAL_BITS = (*AFFINE_BITS, NEAR_FULL_BITS)
 _KNOWN = ", ".join(map(str, CANONICAL_BITS))
 
 _NIBBLE_BITS, _NIBBLE = 4, 15
+_SCALE_BYTES = 2
 
 _RANGED_WEIGHTS = 1 << 16
 """Weights whose ranges are taken at once: the copy in float32 that this needs stays in a cache."""
@@ -50,7 +54,8 @@ class CanonicalWeight:
     """A weight `[out, in]`: `codes` uint8 (3 to 6 bit) or int8 `[out, in]`; `scale` and `zero`
     `[out, groups]` bfloat16 or, from a GPTQ checkpoint, float16 and float32; at 8 bit `scale` is
     float32 `[out, 1]` and `zero` None. `group` divides `in`. `narrow`: `quant.narrow` can
-    hold scale and zero.
+    hold scale and zero. `held`: they are those of super-blocks, int8 `[out, pairs, 2]`
+    (`quant.super_blocks`), in float32.
     """
 
     codes: torch.Tensor
@@ -59,28 +64,39 @@ class CanonicalWeight:
     bits: int
     group: int
     narrow: bool = False
+    held: torch.Tensor | None = None
+
+    @property
+    def form(self) -> ScaleForm:
+        if self.held is not None:
+            return ScaleForm.SUPER_BLOCKS
+        return ScaleForm.NARROW if self.narrow else ScaleForm.PAIRS
 
     def to(self, device: torch.device) -> CanonicalWeight:
         if self.codes.device == device:
             return self
-        zero = None if self.zero is None else self.zero.to(device)
-        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), zero=zero)
+        codes, scale = self.codes.to(device), self.scale.to(device)
+        zero, held = (None if each is None else each.to(device) for each in (self.zero, self.held))
+        return replace(self, codes=codes, scale=scale, zero=zero, held=held)
 
 
 def rows_joined(parts: Sequence[CanonicalWeight]) -> CanonicalWeight:
-    """Put weights of the same inputs below each other; CheckpointError where bits or groups are
-    unlike.
+    """Put weights of the same inputs below each other; CheckpointError where bits, groups or how
+    scales are held are unlike.
     """
     first = parts[0]
-    if any((each.bits, each.group) != (first.bits, first.group) for each in parts):
+    own = first.bits, first.group, first.form
+    if any((each.bits, each.group, each.form) != own for each in parts):
         found = ", ".join(f"{each.bits} bits in groups of {each.group}" for each in parts)
         raise CheckpointError(f"its parts are stored with {found}, and have to be alike")
     zeros = [each.zero for each in parts if each.zero is not None]
+    held = [each.held for each in parts if each.held is not None]
     return replace(
         first,
         codes=torch.cat([each.codes for each in parts]),
         scale=torch.cat([each.scale for each in parts]),
         zero=torch.cat(zeros) if zeros else None,
+        held=torch.cat(held) if held else None,
     )
 
 
@@ -133,13 +149,18 @@ def quantize_part(
 def part_of(canonical: CanonicalWeight, cut: Cut) -> CanonicalWeight:
     codes, scale, zero = canonical.codes[cut.index], canonical.scale, canonical.zero
     if cut.dimension == ROWS:
-        zero = None if zero is None else zero[cut.index]
-        return replace(canonical, codes=codes, scale=scale[cut.index], zero=zero)
+        zero, held = (None if each is None else each[cut.index] for each in (zero, canonical.held))
+        return replace(canonical, codes=codes, scale=scale[cut.index], zero=zero, held=held)
     if zero is None:
         return replace(canonical, codes=codes.contiguous(), group=cut.length)
     group = part_group(canonical.group, cut)
     first = torch.arange(cut.begin, cut.end, group, device=scale.device)
-    groups = first // canonical.group
+    groups, held = first // canonical.group, None
+    if canonical.held is not None:
+        if part_form(canonical.form, cut) is ScaleForm.SUPER_BLOCKS:
+            held = cut_blocks(canonical.held, canonical.bits, cut)
+        else:
+            scale = in_16_bits(scale)
     return replace(
         canonical,
         codes=codes.contiguous(),
@@ -147,7 +168,17 @@ def part_of(canonical: CanonicalWeight, cut: Cut) -> CanonicalWeight:
         zero=zero[:, groups],
         group=group,
         narrow=canonical.narrow and group == canonical.group,
+        held=held,
     )
+
+
+def in_16_bits(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as backends hold them: of wider ones those in float16, if it has their exponents."""
+    if scale.element_size() <= _SCALE_BYTES:
+        return scale
+    limits, sizes = torch.finfo(torch.float16), scale[scale != 0].abs()
+    fits = bool(((sizes >= limits.tiny) & (sizes <= limits.max)).all())
+    return scale.to(torch.float16 if fits else torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -214,9 +245,13 @@ def _quantized(
 def dequantize(canonical: CanonicalWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     rows, columns = canonical.codes.shape
     out = torch.empty(rows, columns, dtype=dtype, device=canonical.codes.device)
+    held, bits = canonical.held, canonical.bits
     for block in row_blocks(rows, columns, out.device):
+        scale = canonical.scale[block]
         zero = None if canonical.zero is None else canonical.zero[block]
-        out[block] = decode(canonical.codes[block], canonical.scale[block], zero, canonical.bits)
+        if held is not None:  # what code 0 stands for is exact
+            scale, zero = decode_scales(held[block], bits)
+        out[block] = decode(canonical.codes[block], scale, zero, bits, None, held is not None)
     return out
 
 

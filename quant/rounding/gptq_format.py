@@ -4,9 +4,10 @@ A weight is `(code - zero) * scale`. In the canonical form that is `(code - half
 zero) * scale`: exact with the scale in its own float16 and the product in float32. A backend that
 holds both in 16 bits keeps the scale exact in float16 and rounds the product (2^-11 of it); one
 that holds bfloat16 (int4pack, the CUDA kernels) rounds both to 2^-9, at most 0.03 of a step where
-rounding to codes costs 0.5. 8-bit GPTQ is affine per group, the canonical 8-bit form symmetric per
-row, which every 8-bit kernel takes: it is quantized once more, to the nearest of its 255 codes,
-unless it has that form already (W8A8 of compressed-tensors).
+rounding to codes costs 0.5. Super-blocks of GGUF are held as they are. 8-bit GPTQ is affine per
+group, the canonical 8-bit form symmetric per row, which every 8-bit kernel takes: it is quantized
+once more, to the nearest of its 255 codes, unless it has that form already (W8A8 of
+compressed-tensors).
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ import torch
 from quant.checkpoint.codes import GroupCodes
 from quant.common.errors import CheckpointError
 from quant.devices import row_blocks
-from quant.rounding.canonical import CanonicalWeight, quantize
+from quant.rounding.canonical import CanonicalWeight, in_16_bits, quantize
 from quant.scheme import group_size
 
-_SCALE_BYTES = 2
 _MIDDLE = 128
 """The 8-bit code that stands for 0 in weights with a sign."""
 
@@ -53,7 +53,7 @@ def to_canonical(weight: GroupCodes) -> StoredWeight:
     in_order = bool((order == torch.arange(columns)).all())
     repeats = _parts_of_group(columns // groups, columns)
     half = 1 << (weight.bits - 1)
-    scale = _in_16_bits(weight.scale)
+    scale = weight.scale if weight.held is not None else in_16_bits(weight.scale)
     if weight.low is None:
         zero = (half - weight.zero.float()) * scale.float()
     else:  # of the scale before it was rounded, so that errors are those of half the codes
@@ -65,17 +65,9 @@ def to_canonical(weight: GroupCodes) -> StoredWeight:
         bits=weight.bits,
         group=columns // groups // repeats,
         narrow=weight.narrow,
+        held=weight.held,
     )
     return StoredWeight(canonical, None if in_order else order.int())
-
-
-def _in_16_bits(scale: torch.Tensor) -> torch.Tensor:
-    """Scales as backends hold them: of wider ones those in float16, if it has their exponents."""
-    if scale.element_size() <= _SCALE_BYTES:
-        return scale
-    limits, sizes = torch.finfo(torch.float16), scale[scale != 0].abs()
-    fits = bool(((sizes >= limits.tiny) & (sizes <= limits.max)).all())
-    return scale.to(torch.float16 if fits else torch.bfloat16)
 
 
 def _symmetric_rows(weight: GroupCodes) -> CanonicalWeight:

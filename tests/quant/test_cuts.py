@@ -18,6 +18,7 @@ from quant.scheme import (
     Cut,
     LinearShape,
     Processor,
+    ScaleForm,
     part_group,
     part_shape,
 )
@@ -99,9 +100,9 @@ def test_groups_of_a_part(cut: Cut, group: int) -> None:
 def test_narrow_groups_that_a_cut_takes_apart_are_not_narrow_any_more() -> None:
     """32 columns would share a scale, but of the whole 16 do."""
     shape = part_shape(LinearShape(96, 8), Cut(COLUMNS, 16, 80, 96))
-    assert (shape.group, shape.is_narrow) == (16, False)
+    assert (shape.group, shape.form) == (16, ScaleForm.PAIRS)
     shape = part_shape(LinearShape(96, 8), Cut(COLUMNS, 32, 96, 96))
-    assert (shape.group, shape.is_narrow) == (32, True)
+    assert (shape.group, shape.form) == (32, ScaleForm.NARROW)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8, 16])

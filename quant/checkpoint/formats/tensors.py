@@ -38,7 +38,7 @@ from quant.checkpoint.stored_config import (
 from quant.checkpoint.stored_tensors import StoredTensor, stored_bytes
 from quant.common.errors import CheckpointError
 from quant.common.json_text import loads
-from quant.scheme import FULL_BITS, NARROW_GROUP
+from quant.scheme import FULL_BITS, NARROW_GROUP, ScaleForm
 
 GPTQ_FORM, AWQ_FORM, PACKED, FP4 = "gptq", "awq", "packed", "fp4"
 INTEGERS, SCALED, SIGNED4, TABLE = "integers", "scaled", "signed4", "table"
@@ -150,7 +150,7 @@ def _narrow(parts: Parts, words: int, rows: int) -> _Described:
     bits = bits_of_words(words, columns)
     if bits is None:
         parts.refuse("qweight", f"{columns} codes fill other words")
-    return (rows, columns), StoredLinear(bits, NARROW_GROUP, narrow=True)
+    return (rows, columns), StoredLinear(bits, NARROW_GROUP, ScaleForm.NARROW)
 
 
 def _awq(parts: Parts) -> _Described:

@@ -1,4 +1,4 @@
-"""Blocks of 4- and 5-bit codes, which stages keep, and linears that are stored so; no torch."""
+"""Blocks of codes of 4 to 6 bit, which stages keep, and linears that are stored so; no torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from quant.checkpoint.gguf.folder import GgufIndex, GgufTensor
 from quant.checkpoint.gguf.header import BFLOAT16, UNPACKED, gguf_library
 from quant.checkpoint.gguf.names import layer_of
 from quant.checkpoint.stored_config import GGUF, WHOLE_ROW, StoredConfig, StoredLinear
-from quant.scheme import FULL_BITS
+from quant.scheme import FULL_BITS, ScaleForm
 
 Array = np.ndarray[Any, Any]
 Blocks = tuple[Array, Array, Array | None]
 """Of rows: the codes uint8 `[rows, in]`; of each group of 32 columns the scale and what code 0
 stands for, float `[rows, groups]`, None where the MIDDLE code stands for 0.
 """
+
+SuperBlocks = tuple[Array, Array]
+"""Of rows: the codes, and scales as `quant.super_blocks` holds them, uint8 `[rows, pairs, 2]`."""
 
 GROUP = 32
 BESIDE_BITS = 8
@@ -49,30 +52,39 @@ def _q5_1(rows: Array) -> Blocks:
     return codes, _halves(blocks, 0), _halves(blocks, 2)
 
 
-def _q4_k(rows: Array) -> Blocks:
+def _q4_k(rows: Array) -> SuperBlocks:
     blocks = rows.reshape(len(rows), -1, 144)
     codes = _nibbles(blocks[..., 16:].reshape(len(rows), -1, GROUP))
-    return codes, *_eight_groups(blocks)
+    return codes, _eight_groups(blocks)
 
 
-def _q5_k(rows: Array) -> Blocks:
+def _q5_k(rows: Array) -> SuperBlocks:
     """Bit g of a byte belongs to the column of that number in group g."""
     blocks = rows.reshape(len(rows), -1, 176)
     codes = _nibbles(blocks[..., 48:].reshape(len(rows), -1, GROUP))
     upper = blocks[..., np.newaxis, 16:48] >> np.arange(8, dtype=np.uint8)[:, np.newaxis] & 1
-    return codes | (upper << 4).reshape(len(rows), -1), *_eight_groups(blocks)
+    return codes | (upper << 4).reshape(len(rows), -1), _eight_groups(blocks)
 
 
-def _eight_groups(blocks: Array) -> tuple[Array, Array]:
-    """Eight groups share two halves, which 6-bit factors multiply, exactly in float32."""
+def _q6_k(rows: Array) -> SuperBlocks:
+    """A byte has the upper bits of the columns of that number in four neighbouring groups of 32."""
+    blocks = rows.reshape(len(rows), -1, 210)
+    codes = _nibbles(blocks[..., :128].reshape(len(rows), -1, 2 * GROUP))
+    joined = blocks[..., 128:192].reshape(len(rows), -1, 1, GROUP)
+    upper = joined >> np.arange(0, 8, 2, dtype=np.uint8)[:, np.newaxis] & 3
+    pairs = (blocks[..., part].reshape(len(rows), -1, 2) for part in (_Q6_HALF, _Q6_FACTORS))
+    return codes | (upper << 4).reshape(len(rows), -1), np.concatenate([*pairs], 1)
+
+
+_Q6_FACTORS, _Q6_HALF = slice(192, 208), slice(208, 210)
+
+
+def _eight_groups(blocks: Array) -> Array:
+    """Eight groups share two halves, which 6-bit factors multiply."""
     packed = np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12)
-    scales, minima = gguf_library("Q4_K").quants.Q4_K.get_scale_min(packed)
-    scale, low = (
-        (_halves(blocks, at).astype(np.float32)[..., None] * own.reshape(*blocks.shape[:2], 8))
-        .reshape(len(blocks), -1)
-        for at, own in ((0, scales), (2, minima))
-    )  # fmt: skip
-    return scale, -low
+    factors = np.stack(gguf_library("Q4_K").quants.Q4_K.get_scale_min(packed), -1)
+    pairs = (each.reshape(len(blocks), -1, 2) for each in (blocks[..., :4], factors))
+    return np.concatenate([*pairs], 1)
 
 
 def _nibbles(packed: Array) -> Array:
@@ -92,26 +104,33 @@ def _halves(blocks: Array, at: int) -> Array:
     return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0]
 
 
-CODES: Mapping[str, tuple[int, Callable[[Array], Blocks]]] = {
-    "Q4_0": (4, _q4_0),
-    "Q4_1": (4, _q4_1),
-    "Q4_K": (4, _q4_k),
-    "Q5_0": (5, _q5_0),
-    "Q5_1": (5, _q5_1),
-    "Q5_K": (5, _q5_k),
+CODES: Mapping[str, Callable[[Array], Blocks]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
 }
-"""Bits of codes and how blocks, which are rows of bytes, are read, by their type. Groups of 16, as
-Q6_K has them, would take as many bytes as 8 bit in rows."""
+SUPER_CODES: Mapping[str, Callable[[Array], SuperBlocks]] = {
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+"""How blocks, which are rows of bytes, are read, by their type."""
 
 
-def _bits_of_codes(tensor: GgufTensor) -> int | None:
-    """The bits of a matrix that is rows of such blocks, in whatever order."""
+def _stored_as(type_name: str) -> StoredLinear | None:
+    """How a matrix of blocks is kept; None: it is decoded."""
+    bits = int(type_name[1]) if type_name in (*CODES, *SUPER_CODES) else 0
+    if type_name in SUPER_CODES:
+        return StoredLinear(bits, GROUP // 2 if bits == 6 else GROUP, ScaleForm.SUPER_BLOCKS)
+    return StoredLinear(bits, GROUP) if bits else None
+
+
+def _kept(tensor: GgufTensor) -> StoredLinear | None:
+    """How a matrix is kept that is rows of such blocks, in whatever order."""
     types = {source.type_name for source in tensor.sources}
     is_moved = tensor.change != "none" or tensor.order == "keys and values"
-    if len(types) > 1 or is_moved:
-        return None
-    bits, _ = CODES.get(types.pop(), (None, None))
-    return bits
+    return None if len(types) > 1 or is_moved else _stored_as(types.pop())
 
 
 @lru_cache(maxsize=4)
@@ -137,12 +156,13 @@ def stored_config(index: GgufIndex) -> StoredConfig | None:
             weights[tensor.sources[0].type_name] += math.prod(tensor.shape)
     if not weights:
         return None
-    kept = Counter[int]()
+    kept = Counter[StoredLinear]()
     for name, own in stored_linears(index).items():
         if own.bits != BESIDE_BITS:
-            kept[own.bits] += math.prod(index.tensors[name].shape)
-    bits, group = (kept.most_common(1)[0][0], GROUP) if kept else (FULL_BITS, WHOLE_ROW)
-    return StoredConfig(bits, group, method=f"{GGUF} {weights.most_common(1)[0][0]}")
+            kept[own] += math.prod(index.tensors[name].shape)
+    most = kept.most_common(1)[0][0] if kept else StoredLinear(FULL_BITS, WHOLE_ROW)
+    method = f"{GGUF} {weights.most_common(1)[0][0]}"
+    return StoredConfig(most.bits, most.group_size, method=method)
 
 
 def _is_plain(tensor: GgufTensor) -> bool:
@@ -150,16 +170,15 @@ def _is_plain(tensor: GgufTensor) -> bool:
 
 
 def _of_layer(tensors: Mapping[str, GgufTensor]) -> Iterator[tuple[str, StoredLinear]]:
-    kept = {name: bits for name, each in tensors.items() if (bits := _bits_of_codes(each))}
+    kept = {name: own for name, each in tensors.items() if (own := _kept(each))}
     weights = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
     if 2 * sum(weights[name] for name in kept) <= sum(weights.values()):
         return
     for name, tensor in tensors.items():
-        other, bits = _beside(name), kept.get(name)
-        if bits is None or (other in tensors and kept.get(other) != bits):
-            yield name, StoredLinear(BESIDE_BITS, tensor.shape[1])
-        else:
-            yield name, StoredLinear(bits, GROUP)
+        other, own = _beside(name), kept.get(name)
+        if own is None or (other in tensors and kept.get(other) != own):
+            own = StoredLinear(BESIDE_BITS, tensor.shape[1])
+        yield name, own
 
 
 def _beside(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,15 @@ import torch
 
 from quant.checkpoint.coded_weights import BLOCKS, NUMBERS, CodedWeight
 from quant.checkpoint.codes import GroupCodes
-from quant.checkpoint.gguf.blocks import BESIDE_BITS, CODES, GROUP, stored_linears
+from quant.checkpoint.gguf.blocks import (
+    BESIDE_BITS,
+    CODES,
+    GROUP,
+    SUPER_CODES,
+    Blocks,
+    SuperBlocks,
+    stored_linears,
+)
 from quant.checkpoint.gguf.folder import GgufIndex, GgufTensor, StoredPart
 from quant.checkpoint.gguf.header import BFLOAT16, UNPACKED, dequantize
 from quant.checkpoint.gguf.orders import Rows, row_order, untiled
@@ -19,6 +28,7 @@ from quant.checkpoint.read_ahead import FileRange
 from quant.checkpoint.stored_config import Scheme
 from quant.common.errors import CheckpointError
 from quant.devices import ranges
+from quant.super_blocks import decode_scales
 
 _ELEMENTS_AT_ONCE = 1 << 22
 """Elements dequantized at once: the package makes several arrays of their size on its way."""
@@ -78,24 +88,12 @@ class GgufTensors:
         stored = parts[0] if len(parts) == 1 else np.concatenate(parts)
         order = self._order(tensor)
         rows = stored[kept] if order is None else stored[order[kept]]
-        count, columns = len(rows), tensor.shape[1]
-        codes = torch.empty(count, columns, dtype=torch.uint8)
-        scales, lows = list[torch.Tensor](), list[torch.Tensor]()
-        bits, decode = CODES[tensor.sources[0].type_name]
-        for block in ranges(count, max(1, _ELEMENTS_AT_ONCE // columns)):
-            own, each, low = decode(rows[block])
-            codes[block] = torch.from_numpy(own)
-            scales.append(torch.from_numpy(each))
-            lows += [] if low is None else [torch.from_numpy(low)]
-        scale = torch.cat(scales)
-        found = GroupCodes(
-            codes=codes,
-            scale=scale,
-            zero=torch.full(scale.shape, 0 if lows else 1 << (bits - 1), dtype=torch.uint8),
-            group_of_column=torch.arange(columns, dtype=torch.int32) // GROUP,
-            bits=bits,
-            low=torch.cat(lows) if lows else None,
-        )
+        assert coded.linear is not None, "asked of codes"
+        type_name, bits = tensor.sources[0].type_name, coded.linear.bits
+        if type_name in SUPER_CODES:
+            found = _super_blocks(rows, tensor.shape[1], bits, SUPER_CODES[type_name])
+        else:
+            found = _pairs(rows, tensor.shape[1], bits, CODES[type_name])
         found.check_finite(f"tensor {coded.stem} in {self._index.paths[tensor.part]}")
         return found
 
@@ -137,6 +135,46 @@ class GgufTensors:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
             self._content[part] = np.frombuffer(mapped, np.uint8)
         return self._content[part]
+
+
+def _pairs(rows: Bytes, columns: int, bits: int, decode: Callable[[Bytes], Blocks]) -> GroupCodes:
+    codes, scales, lows = torch.empty(len(rows), columns, dtype=torch.uint8), [], []
+    for block in ranges(len(rows), max(1, _ELEMENTS_AT_ONCE // columns)):
+        own, each, low = decode(rows[block])
+        codes[block] = torch.from_numpy(own)
+        scales.append(torch.from_numpy(each))
+        lows += [] if low is None else [torch.from_numpy(low)]
+    scale = torch.cat(scales)
+    return GroupCodes(
+        codes=codes,
+        scale=scale,
+        zero=torch.full(scale.shape, 0 if lows else 1 << (bits - 1), dtype=torch.uint8),
+        group_of_column=torch.arange(columns, dtype=torch.int32) // GROUP,
+        bits=bits,
+        low=torch.cat(lows) if lows else None,
+    )
+
+
+def _super_blocks(
+    rows: Bytes, columns: int, bits: int, decode: Callable[[Bytes], SuperBlocks]
+) -> GroupCodes:
+    codes, blocks = torch.empty(len(rows), columns, dtype=torch.uint8), list[torch.Tensor]()
+    for block in ranges(len(rows), max(1, _ELEMENTS_AT_ONCE // columns)):
+        own, each = decode(rows[block])
+        codes[block] = torch.from_numpy(own)
+        blocks.append(torch.from_numpy(each).view(torch.int8))
+    held = torch.cat(blocks)
+    scale, low = decode_scales(held, bits)
+    group = columns // scale.shape[1]
+    return GroupCodes(
+        codes=codes,
+        scale=scale,
+        zero=torch.zeros(scale.shape, dtype=torch.uint8),
+        group_of_column=torch.arange(columns, dtype=torch.int32) // group,
+        bits=bits,
+        low=low,
+        held=held,
+    )
 
 
 def _changed(values: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
+from quant.backends.base import decode_held, held_scales
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.rounding.canonical import dequantize
@@ -21,7 +22,7 @@ from tests.quant.checkpoint.gguf.test_gguf_weights import small_llama
 from tests.quant.checkpoint.gguf.written import Array, write_gguf
 
 KINDS = ("Q4_0", "Q4_1", "Q4_K")
-ALL_KINDS = (*KINDS, "Q5_0", "Q5_1", "Q5_K")
+ALL_KINDS = (*KINDS, "Q5_0", "Q5_1", "Q5_K", "Q6_K")
 LAYER = "model.layers.1"
 
 
@@ -29,7 +30,7 @@ LAYER = "model.layers.1"
 def test_codes_stand_for_what_the_package_reads(kind: str, tmp_path: Path) -> None:
     """Blocks of any bytes but for their halves; also some rows, and queries in another order."""
     model, rng = small_llama(tmp_path / "original", hidden=256), np.random.default_rng(0)
-    halves = 1 if kind.endswith("_0") else 2
+    halves = 1 if kind.endswith("_0") or kind == "Q6_K" else 2
 
     def encode(name: str, weights: Array) -> tuple[Array, gguf.GGMLQuantizationType]:
         if weights.ndim == 1:
@@ -37,8 +38,10 @@ def test_codes_stand_for_what_the_package_reads(kind: str, tmp_path: Path) -> No
         block, block_bytes = gguf.GGML_QUANT_SIZES[TYPES[kind]]
         shape = len(weights), weights.shape[1] // block, block_bytes
         blocks = rng.integers(0, 256, shape, np.uint8)
-        scales = rng.uniform(1e-4, 1e-2, (*shape[:2], halves)).astype(np.float16)
-        blocks[..., : 2 * halves] = scales.view(np.uint8)
+        scales = rng.uniform(-1e-2, 1e-2, (*shape[:2], halves)).astype(np.float16)
+        scales[3] = 0
+        behind = 208 if kind == "Q6_K" else 0
+        blocks[..., behind : behind + 2 * halves] = scales.view(np.uint8)
         return blocks.reshape(len(weights), -1), TYPES[kind]
 
     checkpoint = Checkpoint(write_gguf(model, tmp_path / "tiny.gguf", encode))
@@ -46,16 +49,19 @@ def test_codes_stand_for_what_the_package_reads(kind: str, tmp_path: Path) -> No
         name = f"{LAYER}.{module}"
         wanted = checkpoint.read(f"{name}.weight")
         codes = checkpoint.read_codes(name, (rows, 256))
-        assert (codes.bits, codes.scale.shape) == (int(kind[1]), (rows, 8))
+        groups = 16 if kind == "Q6_K" else 8
+        assert (codes.bits, codes.scale.shape) == (int(kind[1]), (rows, groups))
         assert torch.equal(codes.dequantize(), wanted)
         for kept in (slice(8, 100), [3, 200, 4]):
             assert torch.equal(
                 checkpoint.read_codes(name, (rows, 256), kept).dequantize(), wanted[kept]
             )
         canonical = to_canonical(codes).canonical
-        # Scales of Q4_K and Q5_K have 17 bits, of which 11 are held.
         error = (dequantize(canonical) - wanted).norm() / wanted.norm()
-        assert error < (3e-4 if kind.endswith("K") else 1e-7)
+        assert error <= (0 if kind.endswith("K") else 1e-7)
+        if kind.endswith("K"):
+            held = held_scales(canonical)
+            assert torch.equal(decode_held(canonical.codes, held, codes.bits), wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
