@@ -29,8 +29,8 @@ USUAL_BITS = (3, 4, NEAR_FULL_BITS, FULL_BITS)
 """Those that plans choose from and measurements take where nothing is said."""
 
 KV_BITWIDTHS = (8, FULL_BITS)
-HEAD_BITWIDTHS = (NEAR_FULL_BITS, FULL_BITS)
-"""Those of embedding and LM head: of fewer bits kernels cannot give single rows, or lose much."""
+HEAD_BITWIDTHS = (6, NEAR_FULL_BITS, FULL_BITS)
+"""Those of embedding and LM head: with fewer these would lose more than all layers do at 4 bit."""
 
 WEIGHTED = "weighted"
 GPTQ = "gptq"

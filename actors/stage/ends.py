@@ -27,12 +27,7 @@ from quant.loading.emulated_kernels import (
     represented_product,
 )
 from quant.loading.loader import load_tensors, read_weight
-from quant.rounding.ways import Rounding
-from quant.scheme import FULL_BITS, NEAREST, Cut, LinearShape
-
-ENDS_ROUNDING = Rounding(NEAREST)
-"""Nobody's outputs are the embedding's inputs, and those of the head are normed."""
-
+from quant.scheme import FULL_BITS, Cut, LinearShape
 
 def shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
     return bool(getattr(config, "tie_word_embeddings", False)) and spec.is_first
@@ -140,7 +135,7 @@ def round_embedding(
     rule = fallback_rule(scheme.bits)
     if getattr(model.config, "tie_word_embeddings", False) and scheme.backend is None:
         rule = _planned_rule(weight.shape, scheme, compute)
-    rounded = BACKENDS[rule.name].represent(weight.float(), ENDS_ROUNDING)
+    rounded = BACKENDS[rule.name].represent(weight.float())
     embedding.weight.data.copy_(rounded)
 
 
@@ -153,14 +148,12 @@ def round_head(
     head, name = model.get_output_embeddings(), _head_prefix(model, checkpoint)
     weight = read_weight(head, checkpoint, name, None)
     rule = _planned_rule(weight.shape, scheme, compute)
-    form = LayerForm(
-        scheme.bits, compute.processor, compute.dtype, compute.device, rounding=NEAREST
-    )
+    form = LayerForm(scheme.bits, compute.processor, compute.dtype, compute.device)
     if form.rule_of(LinearShape(weight.shape[1], weight.shape[0])) is rule:
         rounded = quantize_linear(weight, None, form, name)
         rounded.bias = head.bias
     else:
-        product = represented_product(rule.name, weight.float(), compute.dtype, ENDS_ROUNDING)
+        product = represented_product(rule.name, weight.float(), compute.dtype)
         rounded = RepresentedLinear(product, head.bias)
     model.set_output_embeddings(rounded)
 

@@ -36,7 +36,7 @@ from quant.loading.loader import (
     return_freed_memory,
 )
 from quant.rounding.importance import LayerImportance
-from quant.scheme import NEAREST, WEIGHTED, Cut, Processor
+from quant.scheme import WEIGHTED, Cut, Processor
 
 
 def load_shard(
@@ -109,7 +109,7 @@ def _form(spec: StageSpec, bits: int, processor: Processor, device: torch.device
 
 def _head_form(spec: StageSpec, processor: Processor, device: torch.device) -> LayerForm:
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    return LayerForm(spec.head_bits, processor, dtype, device, rounding=NEAREST)
+    return LayerForm(spec.head_bits, processor, dtype, device)
 
 
 def _experts_form(spec: StageSpec, layer: int, form: LayerForm) -> LayerForm | None:

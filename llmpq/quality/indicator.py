@@ -32,7 +32,7 @@ from quant.rounding.importance import (
 )
 from quant.rounding.indicators import Indicator, LayerStatistics, Matrix, Stored
 from quant.rounding.ways import Rounding
-from quant.scheme import FULL_BITS, LinearShape
+from quant.scheme import FULL_BITS, HEAD_BITWIDTHS, LinearShape
 
 
 def measure_indicators(
@@ -178,12 +178,13 @@ class LayerAlone:
                 found[tuple(cell)] = max(0.0, result.divergence or 0.0)
         return found
 
-    def divergence_of_ends(self, device: torch.device) -> float:
-        """The divergence in nats a token with embedding and LM head alone at `MEASURED_ALONE`."""
+    def divergence_of_ends(self, device: torch.device) -> dict[int, float]:
+        """The divergence in nats a token with embedding and LM head alone, by their bits."""
         layers = [self.like] * model_shape(str(self.checkpoint.folder)).layers
-        subjects = [self._subject(layers, bits) for bits in (FULL_BITS, MEASURED_ALONE)]
-        _, coded = evaluate(self.checkpoint, self._windows, subjects, device)
-        return max(0.0, coded.divergence or 0.0)
+        coded = HEAD_BITWIDTHS[:-1]
+        subjects = [self._subject(layers, bits) for bits in (FULL_BITS, *coded)]
+        _, *found = evaluate(self.checkpoint, self._windows, subjects, device)
+        return {b: max(0.0, own.divergence or 0.0) for b, own in zip(coded, found, strict=True)}
 
     @property
     def _windows(self) -> Windows:

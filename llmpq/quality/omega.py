@@ -124,7 +124,7 @@ def _measured(
     options: IndicatorOptions,
     compute: Compute,
     progress: ReportProgress | None,
-) -> tuple[Matrix, float | None, dict[str, str | int | float], Importance]:
+) -> tuple[Matrix, dict[int, float] | None, dict[str, str | int | float], Importance]:
     """The indicator on a text as of `measure_indicators`, never rising with the bits, what
     embedding and head lose, if that is measured, its provenance, and the importance of all layers.
     """

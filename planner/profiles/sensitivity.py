@@ -29,7 +29,7 @@ from planner.profiles.omega_file import (
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import write_whole
 from quant.rounding.importance_header import read_importance_header
-from quant.scheme import FULL_BITS, NEAR_FULL_BITS
+from quant.scheme import FULL_BITS, HEAD_BITWIDTHS, NEAR_FULL_BITS
 
 REFERENCE_BITS = 4
 """Default sensitivities of all layers at this bitwidth sum to 1."""
@@ -80,7 +80,7 @@ class Omega:
     """Sensitivities `matrix` [L, K] of the bitwidths asked for, their source, and perplexities;
     `experts` [L, K]: the part of the layers' experts in them, None where it was not measured;
     `in_nats`: they are nats a token; `scale` reads sums of them so. `head`: what embedding and LM
-    head lose at `NEAR_FULL_BITS`.
+    head lose by their bits.
     """
 
     matrix: Matrix
@@ -89,7 +89,7 @@ class Omega:
     experts: Matrix | None = None
     in_nats: bool = False
     scale: DivergenceScale | None = None
-    head: float = 0.0
+    head: Mapping[int, float] = field(default_factory=dict)
 
     def with_head(self, bits: int) -> Omega:
         """These sensitivities where embedding and head have so many bits, whose loss stands with
@@ -98,7 +98,7 @@ class Omega:
         if bits == FULL_BITS:
             return self
         matrix = self.matrix.copy()
-        matrix[-1] += self.head * _noise(bits) / _noise(NEAR_FULL_BITS)
+        matrix[-1] += self.head[bits]
         return replace(self, matrix=matrix)
 
     def beside_stored(self, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
@@ -115,7 +115,7 @@ class Omega:
 class OmegaContent:
     """The content of llmpq's own omega files; `matrix` [L, K], K ascending `bits`, and the part of
     `experts` in it, None in files of models without, and in those from before it was written;
-    `head`: what embedding and LM head lose at `NEAR_FULL_BITS`, None where it was not measured.
+    `head`: what embedding and LM head lose by their bits, None where it was not measured.
     """
 
     bits: tuple[int, ...]
@@ -124,7 +124,7 @@ class OmegaContent:
     provenance: Mapping[str, str | int | float] = field(default_factory=dict)
     points: tuple[MeasuredPoint, ...] = ()
     experts: Matrix | None = None
-    head: float | None = None
+    head: Mapping[int, float] | None = None
 
     def summed(self, bitwidths: Sequence[int]) -> float:
         columns = [self.bits.index(bits) for bits in bitwidths]
@@ -158,16 +158,25 @@ HEAD_SHARE = 0.7
 and the demo model the geometric mean, by `benchmarks.quantization.head`."""
 
 
-def assumed_head(matrix: Matrix, bitwidths: Sequence[int]) -> float:
-    """What embedding and head lose at 8 bit, where it was not measured, by sensitivities of layers
-    [L, K] at these bits, or at those next to 8.
+HEAD_STEP = 3.0
+"""Times as much as at 8 bit that they lose at 6, of both models as above."""
+
+
+def assumed_head(matrix: Matrix, bitwidths: Sequence[int]) -> dict[int, float]:
+    """What embedding and head lose by their bits, where it was not measured, by sensitivities of
+    layers [L, K] at 8 bit, or at the bits next to them.
     """
     below = [bits for bits in bitwidths if bits != FULL_BITS]
     if not below:
-        return 0.0
+        return _head_from(0.0)
     nearest = max(below)
     summed = float(matrix[:, list(bitwidths).index(nearest)].sum())
-    return HEAD_SHARE * summed * _noise(NEAR_FULL_BITS) / _noise(nearest)
+    return _head_from(HEAD_SHARE * summed * _noise(NEAR_FULL_BITS) / _noise(nearest))
+
+
+def _head_from(eight: float, measured: Mapping[int, float] | None = None) -> dict[int, float]:
+    """What ends lose at all of their bits by what they lose at 8, unless that was `measured`."""
+    return {NEAR_FULL_BITS: eight, _FEWER_BITS: HEAD_STEP * eight, **(measured or {})}
 
 
 def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
@@ -264,16 +273,28 @@ def _experts(
     return np.minimum(experts, full)
 
 
-def _head(content: Mapping[str, Any], path: Path, full: Matrix, bits: Sequence[int]) -> float:
+def _head(
+    content: Mapping[str, Any], path: Path, full: Matrix, bits: Sequence[int]
+) -> dict[int, float]:
     found = content.get("head")
     if found is None:
         return assumed_head(full, bits)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= _MOST:
+    if not isinstance(found, Mapping):  # of files before there were heads of 6 bit
+        found = {str(NEAR_FULL_BITS): found}
+    known = [str(each) for each in HEAD_BITWIDTHS if each != FULL_BITS]
+    if str(NEAR_FULL_BITS) not in found or not set(found) <= set(known):
         raise SpecError(
-            f"omega file {path}: head is {found!r:.40}; a number of at least 0, what embedding and "
-            "LM head lose at 8 bit, or leave it out"
+            f"omega file {path}: head has {', '.join(found) or 'no'} bits; it is what embedding "
+            f"and LM head lose at {' and '.join(known)} bit, or leave it out"
         )
-    return float(found)
+    for own in found.values():
+        if isinstance(own, bool) or not isinstance(own, int | float) or not 0 <= own <= _MOST:
+            raise SpecError(
+                f"omega file {path}: head is {own!r:.40}; a number of at least 0, what embedding "
+                "and LM head lose, or leave it out"
+            )
+    losses = {int(key): float(own) for key, own in found.items()}
+    return _head_from(losses[NEAR_FULL_BITS], losses)
 
 
 def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[WeighedPoint]:

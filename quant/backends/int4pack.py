@@ -28,7 +28,13 @@ from quant.backends.int4_layout import (
     warm_up,
     whole_blocks,
 )
-from quant.backends.upper_bits import BLOCK_ROWS, HALF_ROWS, pack_blocks, unpack_blocks
+from quant.backends.upper_bits import (
+    BLOCK_ROWS,
+    HALF_ROWS,
+    pack_blocks,
+    unpack_blocks,
+    unpack_rows,
+)
 from quant.common.errors import SpecError
 from quant.devices import emulates, ranges, row_blocks
 from quant.rounding.canonical import CanonicalWeight, decode
@@ -294,6 +300,12 @@ class _UpperBits(_Blocks):
         codes = unpack_blocks(packed, x.shape[-1], self.bits)
         scale, zero = read_scales(scales.transpose(0, 1), self.bits)
         return decode(codes, scale, zero, self.bits).to(x.dtype)
+
+    def rows(self, which: torch.Tensor) -> torch.Tensor:
+        columns = self.packed.shape[1] * 8 // self.bits
+        codes = unpack_rows(self.packed, which, columns, self.bits)
+        scales = self.scales[:, which].transpose(0, 1)
+        return decode(codes, *read_scales(scales, self.bits), self.bits)
 
 
 class Int5Pack(_UpperBits):

@@ -28,10 +28,16 @@ class _TorchAffine(CanonicalPacked):
 
     packed: torch.Tensor
     scales: torch.Tensor
+    in_features: int
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        return cls(pack_codes(canonical.codes, cls.bits), held_scales(canonical))
+        packed = pack_codes(canonical.codes, cls.bits)
+        return cls(packed, held_scales(canonical), canonical.codes.shape[1])
+
+    def rows(self, which: torch.Tensor) -> torch.Tensor:
+        codes = unpack_codes(self.packed[which], self.in_features, self.bits)
+        return decode(codes, *read_scales(self.scales[which], self.bits), self.bits)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         memory = DecodeMemory(x, len(self.scales))

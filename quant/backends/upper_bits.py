@@ -58,6 +58,20 @@ def unpack_blocks(packed: torch.Tensor, columns: int, bits: int) -> torch.Tensor
     return lowest.add_(torch.cat(parts, dim=1) << 4).view(-1, columns)
 
 
+def unpack_rows(packed: torch.Tensor, which: torch.Tensor, columns: int, bits: int) -> torch.Tensor:
+    """The rows `which` `[n]` of what `unpack_blocks` gives."""
+    low, upper = _parts(packed, columns)
+    block, row, count = which // BLOCK_ROWS, which % BLOCK_ROWS, bits - 4
+    half, quarter = ((row // each).to(torch.uint8).unsqueeze(1) for each in (HALF_ROWS, _QUARTER))
+    lowest = low[block, :, row % HALF_ROWS] >> 4 * half & 15
+    if bits == 6:
+        joined = upper.unflatten(2, (_QUARTER, 2))[block, :, row % _QUARTER].flatten(1)
+    else:
+        pairs = upper[block, :, row % _QUARTER]
+        joined = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    return lowest.add_((joined >> count * quarter & (1 << count) - 1) << 4)
+
+
 def _parts(packed: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of blocks `[blocks, in, 32]`, and `[blocks, in / 2, n]` for the upper bits."""
     blocks = packed.view(len(packed) // BLOCK_ROWS, -1)

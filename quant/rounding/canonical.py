@@ -330,7 +330,7 @@ def _unpacked_planes(planes: torch.Tensor, columns: int) -> torch.Tensor:
     codes = bits[:, count - 1]
     for plane in reversed(range(count - 1)):
         codes = torch.add(bits[:, plane], codes, alpha=2)
-    return codes.reshape(len(planes), -1).view(torch.uint8)[:, :columns]
+    return codes.flatten(1).view(torch.uint8)[:, :columns]
 
 
 def _empty(rows: int, columns: int, group: int, bits: int, device: torch.device) -> CanonicalWeight:

@@ -1,8 +1,9 @@
-"""Stages whose embedding and LM head have 8 bit: `transformers` with the decoded weights."""
+"""Stages whose embedding and LM head have 6 or 8 bit: `transformers` with the decoded weights."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,52 +21,58 @@ from planner.model.tensor_parallel import shape_of_ranks
 from quant.backends.kernel_classes import BACKENDS
 from quant.devices import local_processor
 from quant.loading.emulated_kernels import LayerScheme
-from quant.scheme import Processor
+from quant.scheme import HEAD_BITWIDTHS, Processor
 from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, SHARED_CONFIGS
 from tests.actors.models import generate, random_prompts, references, save_tiny, specs_of
 from tests.actors.thread_ranks import load_ranks
 
 LENGTHS, NEW_TOKENS = (5, 11, 1, 8), 6
+CODED = HEAD_BITWIDTHS[:-1]
 PLAIN = Processor(instruction_sets=frozenset())
 CPU = torch.device("cpu")
 ALL = EVERY_CONFIG | SHARED_CONFIGS
 WIDE = {"hidden_size": 128, "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
-def decoded(weight: Tensor, backend: str = "torch_8bit") -> Tensor:
+def decoded(weight: Tensor, backend: str) -> Tensor:
     return BACKENDS[backend].represent(weight)
 
 
-def with_coded_ends(model: Any, backend: str = "torch_8bit") -> Any:
+def with_coded_ends(model: Any, bits: int) -> Any:
     """`model` with the numbers in place that codes of its embedding and head stand for."""
     for end in {id(e.weight): e for e in (model.get_input_embeddings(), model.lm_head)}.values():
-        end.weight.data = decoded(end.weight.data, backend)
+        end.weight.data = decoded(end.weight.data, f"torch_{bits}bit")
     return model
 
 
-def stages_at_8_bit(folder: Path, bounds: tuple[int, ...], **others: Any) -> list[Stage]:
+def stages_of(folder: Path, bounds: tuple[int, ...], bits: int, **others: Any) -> list[Stage]:
     slots, most = len(LENGTHS), max(LENGTHS) + NEW_TOKENS
-    specs = specs_of(bounds, slots, most, head_bits=8, **others)
+    specs = specs_of(bounds, slots, most, head_bits=bits, **others)
     return [Stage(spec, folder, CPU, PLAIN) for spec in specs]
 
 
-FAMILIES = ("llama", "llama-tied", "opt-post-norm", "bloom", "gemma3", "gemma4")
+FAMILIES = {"llama": 6, "llama-tied": 8, "opt-post-norm": 8, "bloom": 6, "gemma3": 6, "gemma4": 8}
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "bits"),
     [
-        *FAMILIES,
-        *(pytest.param(n, marks=pytest.mark.rare) for n in ALL if n not in FAMILIES),
+        *FAMILIES.items(),
+        *(
+            pytest.param(n, b, marks=pytest.mark.rare)
+            for n in ALL
+            for b in CODED
+            if FAMILIES.get(n) != b
+        ),
     ],
 )
-def test_tokens_are_those_of_the_decoded_weights(name: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_decoded_weights(name: str, bits: int, tmp_path: Path) -> None:
     """Where both ends are on one stage and share a weight, and where each has its own."""
-    model = with_coded_ends(save_tiny(tmp_path, ALL[name]))
+    model = with_coded_ends(save_tiny(tmp_path, ALL[name]), bits)
     prompts = random_prompts(LENGTHS)
     expected = references(model, prompts, NEW_TOKENS)
     for bounds, head_on_first in (((0, LAYERS), False), ((0, 2, LAYERS), True)):
-        stages = stages_at_8_bit(tmp_path, bounds, head_on_first=head_on_first)
+        stages = stages_of(tmp_path, bounds, bits, head_on_first=head_on_first)
         assert generate(stages, prompts, NEW_TOKENS, prefill=3, decode=4) == expected, bounds
 
 
@@ -82,27 +89,32 @@ def planned(shape: ModelShape, stage: Stage, processor: Processor) -> int:
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "opt-post-norm", "bloom"])
 def test_bytes_are_those_of_the_plan(name: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, CONFIGS[name])
-    shape = model_shape(tmp_path).with_all(head_bits=8)
-    for bounds in ((0, LAYERS), (0, 2, LAYERS)):
-        for stage in stages_at_8_bit(tmp_path, bounds, dtype="bfloat16"):
+    for bounds, bits in product(((0, LAYERS), (0, 2, LAYERS)), CODED):
+        shape = model_shape(tmp_path).with_all(head_bits=bits)
+        for stage in stages_of(tmp_path, bounds, bits, dtype="bfloat16"):
             assert stage.stats().weight_bytes == planned(shape, stage, PLAIN)
 
 
-def test_a_tied_weight_of_blocks_serves_head_and_embedding(tmp_path: Path) -> None:
-    """oneDNN's layout is read row by row, and held once."""
+@pytest.mark.parametrize(
+    ("bits", "dtype", "backend"), [(8, "float32", "onednn_w8a8"), (6, "bfloat16", "int6pack")]
+)
+def test_a_tied_weight_of_blocks_serves_head_and_embedding(
+    bits: int, dtype: str, backend: str, tmp_path: Path
+) -> None:
+    """Layouts of kernels are read row by row, and held once."""
     vnni = Processor(instruction_sets=frozenset({"avx512_vnni"}))
-    if not onednn_runs_here():
+    if bits == 8 and not onednn_runs_here():
         pytest.skip("no VNNI here, without which 8-bit products saturate")
     values = CONFIGS["llama-tied"].to_dict() | WIDE | {"head_dim": 32}
     config = type(CONFIGS["llama-tied"]).from_dict(values)
     model = save_tiny(tmp_path, config)
-    (spec,) = specs_of((0, LAYERS), 1, 16, head_bits=8, dtype="float32")
+    (spec,) = specs_of((0, LAYERS), 1, 16, head_bits=bits, dtype=dtype)
     stage = Stage(spec, tmp_path, CPU, vnni)
-    shape = model_shape(tmp_path).with_all(head_bits=8)
+    shape = model_shape(tmp_path).with_all(head_bits=bits)
     assert stage.stats().weight_bytes == planned(shape, stage, vnni)
     ids = torch.tensor([[0, 63, 64, 255], [7, 128, 200, 1]])
     found = stage._model.get_input_embeddings()(ids)
-    wanted = decoded(model.lm_head.weight.data, "onednn_w8a8")[ids]
+    wanted = decoded(model.lm_head.weight.data, backend)[ids].to(found.dtype)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
     assert stage._model.get_output_embeddings().packed is stage._model.get_input_embeddings().packed
 
@@ -113,11 +125,11 @@ def onednn_runs_here() -> bool:
     )
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gemma3"])
-def test_ranks_hold_rows_of_both_ends(name: str, tmp_path: Path) -> None:
-    model = with_coded_ends(save_tiny(tmp_path, ALL[name]))
-    (spec,) = specs_of((0, LAYERS), 2, 16, head_bits=8)
-    whole = model_shape(tmp_path).with_all(head_bits=8)
+@pytest.mark.parametrize(("name", "bits"), [("llama-tied", 6), ("gemma3", 8)])
+def test_ranks_hold_rows_of_both_ends(name: str, bits: int, tmp_path: Path) -> None:
+    model = with_coded_ends(save_tiny(tmp_path, ALL[name]), bits)
+    (spec,) = specs_of((0, LAYERS), 2, 16, head_bits=bits)
+    whole = model_shape(tmp_path).with_all(head_bits=bits)
     for rank, stage in enumerate(load_ranks(spec, 2, tmp_path, processor=PLAIN)):
         shape = shape_of_ranks(whole, 2, range(rank, rank + 1))
         ends = embedding_bytes(shape, "float32", PLAIN, with_head=True)
@@ -133,11 +145,11 @@ def test_ranks_hold_rows_of_both_ends(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(head(hidden), logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma3"])
-def test_evaluation_rounds_ends_as_stages_do(name: str, tmp_path: Path) -> None:
-    model = with_coded_ends(save_tiny(tmp_path, ALL[name]))
+@pytest.mark.parametrize(("name", "bits"), [("llama", 6), ("llama-tied", 6), ("gemma3", 8)])
+def test_evaluation_rounds_ends_as_stages_do(name: str, bits: int, tmp_path: Path) -> None:
+    model = with_coded_ends(save_tiny(tmp_path, ALL[name]), bits)
     token_ids = torch.tensor(random_prompts((9, 9)))
-    ends = LayerScheme(8, planned_for=PLAIN)
+    ends = LayerScheme(bits, planned_for=PLAIN)
     stream = LayerStream(tmp_path, replace(compute_on(CPU, torch.float32), processor=PLAIN))
     hidden = stream.embed(token_ids, ends)
     with torch.inference_mode():

@@ -31,7 +31,7 @@ from quant.rounding.importance import InputStatistics
 from quant.rounding.rotation import LANES, rotate
 from quant.rounding.ways import Rounding
 from quant.rounding.weighted import column_importance
-from quant.scheme import LinearShape
+from quant.scheme import HEAD_BITWIDTHS, LinearShape
 
 CPU = torch.device("cpu")
 RULES = {rule.name: rule for rule in KERNEL_RULES if rule.name != "plain"}
@@ -106,7 +106,7 @@ def test_products_against_float64_and_bytes_of_the_rule(rule: KernelRule, dtype:
             assert (error <= limit).all(), (shape, leading)
 
 
-@pytest.mark.parametrize("name", [rule.name for rule in LOCAL_RULES if rule.bits == 8])
+@pytest.mark.parametrize("name", [rule.name for rule in LOCAL_RULES if rule.bits in HEAD_BITWIDTHS])
 def test_single_rows_are_those_of_the_weight(name: str) -> None:
     """As an embedding looks them up, in any order and again."""
     rule = RULES[name]
