@@ -29,6 +29,7 @@ from quant.loading.emulated_kernels import (
 from quant.loading.loader import load_tensors, read_weight
 from quant.scheme import FULL_BITS, Cut, LinearShape
 
+
 def shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
     return bool(getattr(config, "tie_word_embeddings", False)) and spec.is_first
 

@@ -64,9 +64,9 @@ def scale_of(
     for summed, bits in zip(reversed(omega.matrix.sum(axis=0)), reversed(bitwidths), strict=True):
         if summed > (points[-1][0] if points else 0.0):
             points.append((float(summed), expected_nats(shape, rounding, bits)))
-    if not points and omega.head.get(NEAR_FULL_BITS):  # of embedding and LM head alone, at as many bits
-        near = expected_nats(shape, rounding, NEAR_FULL_BITS)
-        points.append((omega.head[NEAR_FULL_BITS] / HEAD_SHARE, near))
+    ends = omega.head.get(NEAR_FULL_BITS)
+    if not points and ends:  # of embedding and LM head alone, at as many bits
+        points.append((ends / HEAD_SHARE, expected_nats(shape, rounding, NEAR_FULL_BITS)))
     factor = FACTOR if rounding in (WEIGHTED, GPTQ) else FACTOR_ELSE
     basis: Literal["no unit", "sizes"] = "sizes" if omega.source == DEFAULT_SOURCE else "no unit"
     return DivergenceScale(tuple(points), factor, MARGIN, basis, omega.source)

@@ -29,7 +29,7 @@ from planner.profiles.omega_file import (
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import write_whole
 from quant.rounding.importance_header import read_importance_header
-from quant.scheme import FULL_BITS, HEAD_BITWIDTHS, NEAR_FULL_BITS
+from quant.scheme import FULL_BITS, NEAR_FULL_BITS
 
 REFERENCE_BITS = 4
 """Default sensitivities of all layers at this bitwidth sum to 1."""
@@ -158,8 +158,8 @@ HEAD_SHARE = 0.7
 and the demo model the geometric mean, by `benchmarks.quantization.head`."""
 
 
-HEAD_STEP = 3.0
-"""Times as much as at 8 bit that they lose at 6, of both models as above."""
+HEAD_TIMES = {6: 4.5, NEAR_FULL_BITS: 1.0}
+"""How many times as much as at 8 bit they lose at their bits, by the same command and models."""
 
 
 def assumed_head(matrix: Matrix, bitwidths: Sequence[int]) -> dict[int, float]:
@@ -176,7 +176,7 @@ def assumed_head(matrix: Matrix, bitwidths: Sequence[int]) -> dict[int, float]:
 
 def _head_from(eight: float, measured: Mapping[int, float] | None = None) -> dict[int, float]:
     """What ends lose at all of their bits by what they lose at 8, unless that was `measured`."""
-    return {NEAR_FULL_BITS: eight, _FEWER_BITS: HEAD_STEP * eight, **(measured or {})}
+    return {bits: times * eight for bits, times in HEAD_TIMES.items()} | dict(measured or {})
 
 
 def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
@@ -281,7 +281,7 @@ def _head(
         return assumed_head(full, bits)
     if not isinstance(found, Mapping):  # of files before there were heads of 6 bit
         found = {str(NEAR_FULL_BITS): found}
-    known = [str(each) for each in HEAD_BITWIDTHS if each != FULL_BITS]
+    known = list(map(str, HEAD_TIMES))
     if str(NEAR_FULL_BITS) not in found or not set(found) <= set(known):
         raise SpecError(
             f"omega file {path}: head has {', '.join(found) or 'no'} bits; it is what embedding "

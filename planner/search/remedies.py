@@ -177,6 +177,16 @@ def _fewer_bits(request: PlanningRequest) -> Iterator[Remedy]:
             return
 
 
+def _narrower_ends(request: PlanningRequest) -> Iterator[Remedy]:
+    fewest = min(request.options.head_bits)
+    for bits in reversed([each for each in HEAD_BITWIDTHS if each < fewest]):
+        changed = request.with_options(head_bits=(bits,))
+        if _fits(changed):
+            text = f"embedding and LM head in {bits} bit (--head_bits {bits})"
+            yield Remedy(text, changed)
+            return
+
+
 def _more_devices(request: PlanningRequest) -> Iterator[Remedy]:
     kinds = kinds_of_devices(request.cluster)
     nodes_of_type: dict[str, set[str]] = {}
@@ -231,7 +241,6 @@ def more_host_memory(request: PlanningRequest) -> Iterator[Remedy]:
 
 
 _METHOD, _KV_BITS = PlanOptions.method, min(KV_BITWIDTHS)
-_HEAD_BITS = min(HEAD_BITWIDTHS)
 _KINDS: tuple[Callable[[PlanningRequest], Iterator[Remedy]], ...] = (
     _other_value("method", _METHOD, f"--method {_METHOD}", _METHOD.__ne__),
     _free_sizes,
@@ -248,12 +257,7 @@ _KINDS: tuple[Callable[[PlanningRequest], Iterator[Remedy]], ...] = (
         f"keys and values in {_KV_BITS} bit (--kv_bits {_KV_BITS})",
         lambda bits: isinstance(bits, int) and bits > _KV_BITS,
     ),
-    _other_value(
-        "head_bits",
-        (_HEAD_BITS,),
-        f"embedding and LM head in {_HEAD_BITS} bit (--head_bits {_HEAD_BITS})",
-        lambda bits: min(bits) > _HEAD_BITS,
-    ),
+    _narrower_ends,
     _smaller_batch,
     _fewer_bits,
     more_host_memory,

@@ -279,10 +279,13 @@ def test_error_is_what_layers_alone_diverge(tmp_path: Path) -> None:
         # kernels of some processors round activations too, and so little is float32's own noise
         assert alone[2] - 1e-7 < row[2] < row[1]
         assert row[3] == 0
-    for end in (model.get_input_embeddings(), model.lm_head):
-        end.weight.data = dequantize(quantize(end.weight.data, 8))
-    apart = full - log_probabilities(model, token_ids)
-    assert content["head"] == pytest.approx(float((full.exp() * apart).sum(-1).mean()), rel=2e-2)
+    ends = [(end, end.weight.data) for end in (model.get_input_embeddings(), model.lm_head)]
+    for bits in (6, 8):
+        for end, weight in ends:
+            end.weight.data = dequantize(quantize(weight, bits))
+        apart = full - log_probabilities(model, token_ids)
+        lost = float((full.exp() * apart).sum(-1).mean())
+        assert content["head"][str(bits)] == pytest.approx(lost, rel=2e-2)
     told = content["provenance"]
     assert (told["method"], told["rounding"], told["unit"]) == (
         "error", "weighted", "nats a token",

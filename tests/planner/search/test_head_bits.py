@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
-from planner.profiles.sensitivity import HEAD_SHARE, OmegaContent, load_omega, save_omega
+from planner.profiles.sensitivity import (
+    HEAD_SHARE,
+    HEAD_TIMES,
+    OmegaContent,
+    load_omega,
+    save_omega,
+)
 from planner.search.find import find_plan
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
@@ -54,13 +61,16 @@ def test_one_weight_of_the_kernel_is_counted_for_a_tied_head() -> None:
     """A row's codes and its scale, once on one stage and twice on two; an untied one always."""
     gpu, rows, width = Processor(compute_capability=(7, 5)), SHAPE.vocab_size, SHAPE.hidden_size
     coded, rotated = rows * width + 4 * rows, rows * width + 4 * rows + 4 * width
-    for tied in (True, False):
-        shape = SHAPE.with_all(head_bits=8, tied_embeddings=tied)
+    narrow = rows * width * 6 // 8 + rows * width // 32 * 2 + 2 * rows
+    for tied, (bits, looked_up, held) in product(
+        (True, False), ((8, coded, rotated), (6, narrow, narrow))
+    ):
+        shape = SHAPE.with_all(head_bits=bits, tied_embeddings=tied)
         together = embedding_bytes(shape, "float16", gpu, with_head=True)
-        assert together == (rotated if tied else coded)
-        assert head_bytes(shape, "float16", gpu, on_first=True) == (0 if tied else rotated)
-        assert embedding_bytes(shape, "float16", gpu) == coded
-        assert head_bytes(shape, "float16", gpu) == rotated
+        assert together == (held if tied else looked_up)
+        assert head_bytes(shape, "float16", gpu, on_first=True) == (0 if tied else held)
+        assert embedding_bytes(shape, "float16", gpu) == looked_up
+        assert head_bytes(shape, "float16", gpu) == held
     assert SHAPE.with_all(head_bits=8).fingerprint() == SHAPE.fingerprint()
 
 
@@ -103,16 +113,39 @@ def test_a_plan_counts_what_its_ends_lose_beside_its_layers() -> None:
 def test_measured_losses_of_ends_come_from_the_file(tmp_path: Path) -> None:
     path, matrix = tmp_path / "omega.json", np.ones((SHAPE.layers, 1)) * [[4.0, 2.0, 1.0, 0.0]]
     content = OmegaContent(USUAL_BITS, SHAPE.fingerprint(), matrix)
-    for head, expected in ((0.25, 0.25), (None, HEAD_SHARE * SHAPE.layers)):
+    assumed = HEAD_SHARE * SHAPE.layers
+    for head, eight, six in (
+        ({6: 0.75, 8: 0.25}, 0.25, 0.75),
+        ({8: 0.25}, 0.25, HEAD_TIMES[6] * 0.25),
+        (None, assumed, HEAD_TIMES[6] * assumed),
+    ):
         save_omega(path, replace(content, head=head))
         omega = load_omega(path, SHAPE, (4, 16))
-        assert omega.head == pytest.approx(expected)
-        added = omega.with_head(8).matrix - omega.matrix
-        assert added[:-1].sum() == 0
-        assert added[-1] == pytest.approx([expected] * 2)
+        for bits, expected in ((8, eight), (6, six)):
+            added = omega.with_head(bits).matrix - omega.matrix
+            assert added[:-1].sum() == 0
+            assert added[-1] == pytest.approx([expected] * 2)
         assert omega.with_head(16) is omega
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"head": -1}))
-    with pytest.raises(SpecError, match="head is -1; a number of at least 0"):
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        (0.25, None),  # as files had it before there were heads of 6 bit
+        (-1, "head is -1; a number of at least 0"),
+        ({"6": 0.5}, "head has 6 bits; .* at 6 and 8 bit"),
+        ({"8": 0.5, "x": 1}, "head has 8, x bits; .* at 6 and 8 bit"),
+        ({"8": True}, "head is True; a number of at least 0"),
+    ],
+)
+def test_what_files_say_of_ends_is_checked(tmp_path: Path, head: Any, problem: str | None) -> None:
+    path, matrix = tmp_path / "omega.json", np.ones((SHAPE.layers, 1)) * [[4.0, 2.0, 1.0, 0.0]]
+    save_omega(path, OmegaContent(USUAL_BITS, SHAPE.fingerprint(), matrix))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"head": head}))
+    if problem is None:
+        assert load_omega(path, SHAPE, (4, 16)).head[8] == head
+        return
+    with pytest.raises(SpecError, match=problem):
         load_omega(path, SHAPE, (4, 16))
 
 
@@ -125,8 +158,11 @@ def test_a_file_says_its_ends_and_their_bytes_are_checked() -> None:
     assert rebuilt_costs(plan).shape.head_bits == 8
 
 
-def test_products_of_8_bit_heads_are_timed_as_such() -> None:
+def test_products_of_coded_heads_are_timed_as_such() -> None:
     device = cluster_of(16000).devices[0]
-    coded = RooflineLatency(SHAPE.with_all(head_bits=8)).final_s(device, 1, "float16")
-    full = RooflineLatency(SHAPE).final_s(device, 1, "float16")
-    assert 0.5 < coded / full < 0.8
+    six, eight, full = (
+        RooflineLatency(SHAPE.with_all(head_bits=bits)).final_s(device, 1, "float16")
+        for bits in (6, 8, 16)
+    )
+    assert 0.5 < eight / full < 0.8
+    assert 0.75 < six / eight < 0.95
