@@ -11,7 +11,13 @@ import torch
 from torch.nn import functional
 
 from quant.backends import int4_few
-from quant.backends.base import CanonicalPacked, ThreadWords, held_scales, read_scales
+from quant.backends.base import (
+    CanonicalPacked,
+    ThreadWords,
+    decode_held,
+    held_scales,
+    read_scales,
+)
 from quant.backends.int4_layout import (
     few_rows,
     is_compiled,
@@ -304,8 +310,7 @@ class _UpperBits(_Blocks):
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         columns = self.packed.shape[1] * 8 // self.bits
         codes = unpack_rows(self.packed, which, columns, self.bits)
-        scales = self.scales[:, which].transpose(0, 1)
-        return decode(codes, *read_scales(scales, self.bits), self.bits)
+        return decode_held(codes, self.scales[:, which].transpose(0, 1).contiguous(), self.bits)
 
 
 class Int5Pack(_UpperBits):

@@ -37,7 +37,7 @@ class _TorchAffine(CanonicalPacked):
 
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         codes = unpack_codes(self.packed[which], self.in_features, self.bits)
-        return decode(codes, *read_scales(self.scales[which], self.bits), self.bits)
+        return decode_held(codes, self.scales[which], self.bits)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         memory = DecodeMemory(x, len(self.scales))
