@@ -17,9 +17,10 @@ from typing import Any
 
 _IMPORTED = (
     *("asyncio", "google.protobuf.internal.builder", "google.protobuf.json_format"),
-    *("jsonschema", "msgpack", "pdb", "requests", "transformers.models.llama.modeling_llama"),
-    *("actors.importance", "actors.schedule.live_run", "actors.stage.emulation"),
-    *("actors.stage.layer_stream", "actors.transport.nccl_links"),
+    *("jsonschema", "msgpack", "pdb", "pydantic.v1", "requests"),
+    *("transformers.models.llama.modeling_llama", "actors.importance"),
+    *("actors.schedule.live_run", "actors.stage.emulation", "actors.stage.layer_stream"),
+    "actors.transport.nccl_links",
 )
 
 _LEFT_OUT = (

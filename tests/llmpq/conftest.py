@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +28,8 @@ from tests.llmpq import forked_tokenizers
 NEW_TOKENS = 8
 PROMPT_LENGTH = 16
 BATCH = 6
-METRICS_MS = 2000
-"""How often Ray reports metrics, in place of 10 s."""
+NODE: dict[str, Any] = {"include_dashboard": False, **SET_UP}
+"""Options of every Ray node of tests."""
 
 EMULATED = """
 name: three-emulated
@@ -146,13 +146,11 @@ def worker_environment(request: pytest.FixtureRequest) -> Iterator[dict[str, str
         yield forks.runtime_env
 
 
-@pytest.fixture(scope="package")
-def ray_address() -> Iterator[str]:
-    """Address of a Ray node of two CPUs that serves all tests of this process in this folder, whose
-    metrics cost time as long as it lives; without what only people at it would use.
+@contextmanager
+def ray_cluster(**head: Any) -> Iterator[Any]:
+    """A cluster of Ray with a head of these options, without what only people at it would use.
 
     It has a token, as nodes that `ray.init` starts have: a process uses tokens always or never.
-    It reports metrics every `METRICS_MS`.
     """
     from ray._private.authentication import authentication_token_setup
     from ray._private.ray_constants import ENABLE_RAY_CLUSTERS_ENV_VAR
@@ -160,14 +158,36 @@ def ray_address() -> Iterator[str]:
 
     make_token()
     authentication_token_setup.enable_token_auth_by_default()
-
-    often = {"metrics_report_interval_ms": METRICS_MS}
-    head = {"num_cpus": 2, "include_dashboard": False, "_system_config": often, **SET_UP}
     many_nodes = {ENABLE_RAY_CLUSTERS_ENV_VAR: "1"}  # the node's address is not the local one
     with patch.dict(os.environ, many_nodes), light_head(None):
-        cluster = RayCluster(initialize_head=True, head_node_args=head)
-    yield cluster.address
+        cluster = RayCluster(initialize_head=True, head_node_args=NODE | head)
+    yield cluster
     cluster.shutdown()
+
+
+@contextmanager
+def no_metrics() -> Iterator[None]:
+    """Have Ray nodes that are started meanwhile gather no metrics."""
+    from ray._private import services
+    from ray._private.ray_constants import PROCESS_TYPE_DASHBOARD_AGENT
+
+    name = "_build_python_executable_command_memory_profileable"
+    build = getattr(services, name)
+
+    def command(component: str, *arguments: Any, **options: Any) -> list[str]:
+        own: list[str] = build(component, *arguments, **options)
+        none = [own[0], "-I", "-S", str(Path(__file__).with_name("no_metrics.py"))]
+        return none if component == PROCESS_TYPE_DASHBOARD_AGENT else own
+
+    with patch.object(services, name, command):
+        yield
+
+
+@pytest.fixture(scope="package")
+def ray_address() -> Iterator[str]:
+    """Address of a Ray node of two CPUs that serves all tests of this process in this folder."""
+    with no_metrics(), ray_cluster(num_cpus=2) as cluster:
+        yield cluster.address
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,26 @@ from llmpq.jobs.job import STOPS_OF_JOBS, stop_code, stop_signals
 from tests.paths import ROOT
 
 CHILD = """
-import signal, sys
+import signal, sys, time
 from llmpq.jobs.job import STOPS_OF_JOBS, stop_code, stop_signals
 with stop_signals(STOPS_OF_JOBS) as seen:
     try:
         print("ready", flush=True)
-        signal.pause()
+        while True:  # `signal.pause` would miss one that comes before it waits
+            time.sleep(0.05)
     except KeyboardInterrupt:
         print("kept", file=sys.stderr, flush=True)  # an error where the terminal is gone
         print("kept", flush=True)
 sys.exit(stop_code(seen))
 """
+
+
+@pytest.fixture(autouse=True)
+def nothing_ignored() -> Iterator[None]:
+    """Also where `nohup` has started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @contextmanager

@@ -5,13 +5,11 @@ good while its device is in use, the rest is planned again and goes on.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster as RayCluster
 
 from actors.messages import Request, Sampling
 from actors.processes.placement import place
@@ -19,11 +17,17 @@ from actors.processes.reservation import copies_granted
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan, Workload
-from llmpq.remote.worker_forks import SET_UP
 from llmpq.rows.results import Result
 from quant.common.errors import DeviceError, DeviceLostError
 from tests.actors.models import random_prompts, references
-from tests.llmpq.conftest import BATCH, NEW_TOKENS, PROMPT_LENGTH
+from tests.llmpq.conftest import (
+    BATCH,
+    NEW_TOKENS,
+    NODE,
+    PROMPT_LENGTH,
+    no_metrics,
+    ray_cluster,
+)
 
 COUNT = 300
 PROMPTS = random_prompts([1 + i % PROMPT_LENGTH for i in range(COUNT)])
@@ -44,23 +48,15 @@ emulate: {time_scale: 0}
 class Nodes:
     """A head with the T4, and a node for each other device; deaths are noticed in two seconds."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        head: dict[str, Any] = {"num_cpus": 1, "resources": {"T4": 1}, "include_dashboard": False}
-        head |= SET_UP | {"include_log_monitor": False, "no_monitor": True}
-        self.cluster = RayCluster(
-            initialize_head=True, head_node_args=head | {"_system_config": LOOKS}
-        )
+    def __init__(self, cluster: Any, environment: dict[str, str]) -> None:
+        self.cluster = cluster
         self.nodes: dict[str, Any] = {}
         self.fill()
-        ray.init(address=self.cluster.address, log_to_driver=False, runtime_env=environment)
+        ray.init(address=cluster.address, log_to_driver=False, runtime_env=environment)
 
     def fill(self) -> None:
         for name in {"V100", "A100"} - {*self.nodes}:
-            self.nodes[name] = self.cluster.add_node(num_cpus=1, resources={name: 1}, **SET_UP)
-
-    def close(self) -> None:
-        ray.shutdown()
-        self.cluster.shutdown()
+            self.nodes[name] = self.cluster.add_node(num_cpus=1, resources={name: 1}, **NODE)
 
     def remove(self, name: str) -> None:
         self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
@@ -68,8 +64,10 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def all_nodes(worker_environment: dict[str, str]) -> Iterator[Nodes]:
-    with closing(Nodes(worker_environment)) as nodes:
-        yield nodes
+    head: dict[str, Any] = {"num_cpus": 1, "resources": {"T4": 1}, "_system_config": LOOKS}
+    with no_metrics(), ray_cluster(**head) as cluster:
+        yield Nodes(cluster, worker_environment)
+        ray.shutdown()
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray.cluster_utils import Cluster as RayCluster
 
 from actors.handover.group import DividedGroup
 from actors.importance import measure_layers
@@ -20,14 +19,19 @@ from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.stage.layer_stream import compute_on
 from actors.stage_group import GroupOptions, StageGroup
-from llmpq.remote.worker_forks import SET_UP
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
 from quant.devices import local_processor
 from quant.loading.emulated_kernels import LayerScheme
 from tests.actors.configs import LAYERS
 from tests.actors.models import generate, random_prompts, references, stages_of
-from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
+from tests.llmpq.conftest import (
+    NEW_TOKENS,
+    PROMPT_LENGTH,
+    no_metrics,
+    ray_cluster,
+    tiny_plan,
+)
 from tests.llmpq.divided_plans import divided
 from tests.llmpq.faulty import LARGEST, FaultyRank
 
@@ -41,12 +45,10 @@ GROUP, SINGLE = 0, 1
 
 @pytest.fixture(scope="module")
 def three_cpus(worker_environment: dict[str, str]) -> Iterator[None]:
-    head = {"num_cpus": 3, "include_dashboard": False, "include_log_monitor": False}
-    cluster = RayCluster(initialize_head=True, head_node_args=head | SET_UP | {"no_monitor": True})
-    ray.init(address=cluster.address, log_to_driver=False, runtime_env=worker_environment)
-    yield
-    ray.shutdown()
-    cluster.shutdown()
+    with no_metrics(), ray_cluster(num_cpus=3) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False, runtime_env=worker_environment)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
