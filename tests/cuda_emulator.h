@@ -415,6 +415,9 @@ void multiply_16_rows(
     }
     return result;
 }
+[[maybe_unused]] static unsigned int rounded_pair(float low, float high) {
+    return emulator::rounded(low) | static_cast<unsigned int>(emulator::rounded(high)) << 16;
+}
 [[maybe_unused]] static void mma_m16n8k16(
     float* sums, const unsigned int (&a)[4], const unsigned int (&b)[2]) {
     emulator::multiply_16_rows<2>(sums, a, b);

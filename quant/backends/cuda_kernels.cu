@@ -1,7 +1,8 @@
 // Products of a few tokens with a 3- to 6- or 8-bit weight, and the weight restored to 16 bit.
 //
-// Compiled at run time by NVRTC for one GPU, behind cuda_numbers.cuh, with -D BITS=3|4|5|6|8 and
-// -D BFLOAT16=0|1 (the type of activations). Sums are in float32.
+// Compiled at run time by NVRTC for one GPU, behind cuda_numbers.cuh, with -D BITS=3|4|5|6|8,
+// -D BFLOAT16=0|1 (the type of activations) and -D SUPER_BLOCKS=1 where scales are those of GGUF's
+// K-quants. Sums are in float32.
 //
 // Eight consecutive columns, an octet, take BITS bytes of a row: code i is at bit BITS * i of that
 // little-endian number. At 4 and 8 bit a row is its octets one after another. Else four octets
@@ -10,6 +11,9 @@
 
 #if BITS != 8 && (BITS < 3 || BITS > 6)
 #error "BITS is 3 to 6 or 8"
+#endif
+#ifndef SUPER_BLOCKS
+#define SUPER_BLOCKS 0
 #endif
 
 constexpr bool IN_PLANES = BITS % 4 != 0;
@@ -59,45 +63,93 @@ struct Affine {
     float scale, zero;
 };
 
+// A byte less `offset`: 2^23 + byte as a float, from which that subtracts exactly, without a conversion.
+__device__ __forceinline__ float byte_number(unsigned int byte, int offset) {
+    return __uint_as_float(0x4b000000u | byte) - (8388608.0f + offset);
+}
+
 // The part of a scale that zeros are multiples of (`zero_steps` in quant/narrow.py).
 constexpr float ZERO_STEP = BITS == 6 ? 0.25f : BITS == 5 ? 0.125f : 0.0625f;
 
+// Of a super-block's 256 columns, the numbers of 16 bit before the groups of 32 of a row, and the scales
+// of each group, a byte each.
+constexpr int HEADS = BITS == 6 ? 1 : 2;
+constexpr int PARTS = SUPER_BLOCKS && BITS == 6 ? 2 : 1;
+
+// What is loaded for a group. Else than in super-blocks scale and zero as bfloat16, the zero in the
+// upper half; there d and dmin as float16 in one word and the factors of both in the next, or at 6 bit
+// d and the factors of 16 columns each.
+struct Scales {
+    unsigned int words[SUPER_BLOCKS && BITS < 6 ? 2 : 1];
+};
+
 // A row's octets and its groups, each of 2^group_shift octets, four or more; unused at 8 bit.
-// `narrow`: a group has two bytes, and a row two before its groups (quant/narrow.py).
+// `narrow`: a group has two bytes, and a row two before its groups (quant/narrow.py); so it has in
+// super-blocks, behind the numbers of all blocks.
 struct Width {
     unsigned int octets, groups, group_shift, narrow;
 
-    // Scale and zero of an octet's group as bfloat16, the zero in the upper half.
-    __device__ __forceinline__ unsigned int affine_word(
+    // Those of an octet's group.
+    __device__ __forceinline__ Scales scales_of(
         const void* scales, unsigned int row, unsigned int octet) const {
+#if SUPER_BLOCKS
+        const unsigned int heads = groups / 8 * HEADS, block = octet / 32;
+        const unsigned short* own =
+            static_cast<const unsigned short*>(scales) + static_cast<size_t>(row) * (heads + groups);
+        const unsigned int bytes = __ldg(own + heads + octet / 4);
+#if BITS == 6
+        return {__ldg(own + block) | bytes << 16};
+#else
+        return {__ldg(reinterpret_cast<const unsigned int*>(own) + block), bytes};
+#endif
+#else
         const unsigned int group = octet >> group_shift;
         if (!narrow)
-            return __ldg(static_cast<const unsigned int*>(scales) +
-                         static_cast<size_t>(row) * groups + group);
+            return {__ldg(static_cast<const unsigned int*>(scales) +
+                          static_cast<size_t>(row) * groups + group)};
         const unsigned short* own = static_cast<const unsigned short*>(scales) +
                                     static_cast<size_t>(row) * (groups + 1);
         const unsigned int exponent = __ldg(own), bytes = __ldg(own + 1 + group);
-        // 2^23 + byte as a float, from which that subtracts exactly: no conversion
-        const float code = __uint_as_float(0x4b000000u | (bytes & 0xffu)) - 8388608.0f;
-        const float steps = __uint_as_float(0x4b000000u | bytes >> 8) - 8388736.0f;  // 2^23 + 128
-        const float scale = code * __uint_as_float(exponent << 23);
+        const float scale = byte_number(bytes & 0xffu, 0) * __uint_as_float(exponent << 23);
+        const float steps = byte_number(bytes >> 8, 128);
         const unsigned int zero = __float_as_uint(steps * ZERO_STEP * scale);
-        return __float_as_uint(scale) >> 16 | (zero & 0xffff0000u);
+        return {__float_as_uint(scale) >> 16 | (zero & 0xffff0000u)};
+#endif
     }
 
     // Where the scales of a row begin.
     __device__ __forceinline__ const void* scales_from(const void* scales, size_t row) const {
         const unsigned char* bytes = static_cast<const unsigned char*>(scales);
         if (BITS == 8) return bytes + row * 4;
+        if (SUPER_BLOCKS) return bytes + row * 2 * (groups + groups / 8 * HEADS);
         return bytes + row * (narrow ? 2 * (groups + 1) : 4 * groups);
     }
 };
 
+// Of the octet of a group, as for `centred_code`.
+__device__ __forceinline__ Affine affine_of(Scales held, unsigned int octet) {
+    if (BITS == 8) return {1.0f, 0.0f};
+#if SUPER_BLOCKS
+    float d, least;
+    halves_to_floats(held.words[0], d, least);
+#if BITS == 6  // signed: flipping the sign bit adds 128
+    const unsigned int factor = held.words[0] >> (octet & 2 ? 24 : 16) & 0xffu;
+    return {d * byte_number(factor ^ 0x80u, 128) * UNITS, 0.0f};
+#else
+    const float scale = d * byte_number(held.words[1] & 0xffu, 0) * UNITS;
+    least *= byte_number(held.words[1] >> 8, 0);
+    return {scale, fmaf(0.5f, scale, -least)};
+#endif
+#else
+    const unsigned int both = held.words[0];
+    return {__uint_as_float(both << 16) * UNITS, __uint_as_float(both & 0xffff0000u)};  // bfloat16
+#endif
+}
+
 __device__ __forceinline__ Affine group_affine(
     const void* scales, unsigned int row, unsigned int octet, Width width) {
     if (BITS == 8) return {1.0f, 0.0f};
-    const unsigned int both = width.affine_word(scales, row, octet);
-    return {__uint_as_float(both << 16) * UNITS, __uint_as_float(both & 0xffff0000u)};  // bfloat16
+    return affine_of(width.scales_of(scales, row, octet), octet);
 }
 
 __device__ __forceinline__ float row_scale(const void* scales, size_t row) {
@@ -174,7 +226,7 @@ __device__ __forceinline__ void multiply_one(
     float sums[ROWS] = {};
     for (unsigned int run = threadIdx.x; run < runs; run += WARPS * LANES) {
         unsigned int words[ROWS][WORDS];
-        Affine affine[ROWS];
+        Affine affine[ROWS][PARTS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             if (IN_PLANES) {
@@ -186,34 +238,43 @@ __device__ __forceinline__ void multiply_one(
                 words[r][0] = loaded.x, words[r][1] = loaded.y, words[r][2] = loaded.z;
                 words[r][WORDS - 1] = loaded.w;
             }
-            affine[r] = group_affine(scales, first_row + r, run * OCTETS, width);
+            const Scales held = BITS == 8 ? Scales{} : width.scales_of(scales, first_row + r, run * OCTETS);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part)
+                affine[r][part] = affine_of(held, part * OCTETS / PARTS);
         }
-        float dots[ROWS] = {}, x_sums[CLASSES] = {};
 #pragma unroll
-        for (int o = 0; o < OCTETS; ++o) {
-            float values[OCTET];
-            load_activations(x + (run * OCTETS + o) * OCTET, values);
+        for (int part = 0; part < PARTS; ++part) {
+            constexpr int OWN = OCTETS / PARTS;
+            float dots[ROWS] = {}, x_sums[CLASSES] = {};
 #pragma unroll
-            for (int i = 0; i < OCTET; ++i) x_sums[code_class(i)] += values[i];
+            for (int o = part * OWN; o < (part + 1) * OWN; ++o) {
+                float values[OCTET];
+                load_activations(x + (run * OCTETS + o) * OCTET, values);
+#pragma unroll
+                for (int i = 0; i < OCTET; ++i) x_sums[code_class(i)] += values[i];
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+                    const int first = BITS * o / 4, next = first + 1 < WORDS ? first + 1 : first;
+                    Octet octet = {words[r][first], words[r][next]};
+                    if (IN_PLANES) octet = octet_of(octet.low, octet.high, 8 * (BITS * o % 4));
+#pragma unroll
+                    for (int i = 0; i < OCTET; ++i)
+                        dots[r] = fmaf(values[i], biased_code(octet, i), dots[r]);
+                }
+            }
+            float x_sum = 0.0f, x_offset = 0.0f;
+#pragma unroll
+            for (int k = 0; k < CLASSES; ++k) {
+                x_sum += x_sums[k];
+                x_offset = fmaf(x_sums[k], code_zero(k), x_offset);
+            }
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                const int first = BITS * o / 4, next = first + 1 < WORDS ? first + 1 : first;
-                Octet octet = {words[r][first], words[r][next]};
-                if (IN_PLANES) octet = octet_of(octet.low, octet.high, 8 * (BITS * o % 4));
-#pragma unroll
-                for (int i = 0; i < OCTET; ++i)
-                    dots[r] = fmaf(values[i], biased_code(octet, i), dots[r]);
+                const Affine own = affine[r][part];
+                sums[r] += fmaf(dots[r] - x_offset, own.scale, own.zero * x_sum);
             }
         }
-        float x_sum = 0.0f, x_offset = 0.0f;
-#pragma unroll
-        for (int k = 0; k < CLASSES; ++k) {
-            x_sum += x_sums[k];
-            x_offset = fmaf(x_sums[k], code_zero(k), x_offset);
-        }
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            sums[r] += fmaf(dots[r] - x_offset, affine[r].scale, affine[r].zero * x_sum);
     }
     write_sums<WARPS, 1, ROWS>(sums, scales, bias, out, token, tokens, first_row, rows);
 }

@@ -19,6 +19,21 @@ __device__ __forceinline__ unsigned int fma_halves(unsigned int a, unsigned int 
     return result;
 }
 
+// The numbers of the lower and the upper half of a word, rounded.
+__device__ __forceinline__ unsigned int rounded_pair(float low, float high) {
+    unsigned int result;
+#if BFLOAT16
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(result) : "f"(low), "f"(high));
+#elif CAPABILITY >= 80
+    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(result) : "f"(low), "f"(high));
+#else
+    asm("{.reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}"
+        : "=r"(result)
+        : "f"(low), "f"(high));
+#endif
+    return result;
+}
+
 // Fragments as the PTX ISA documents them: of m16n8k8, lane l has columns 2 * (l % 4) and the next of
 // rows l / 4 (a[0]) and 8 further down (a[1]), the same rows of column l / 4 of `b`, and columns
 // 2 * (l % 4) and the next of the sums in rows l / 4 and 8 further down. Of m16n8k16, a[2], a[3] and

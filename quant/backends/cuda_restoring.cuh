@@ -16,14 +16,35 @@ __device__ constexpr unsigned int below_power(int power) {
     return 0x8000u | power_of_2(power) | 1u << (MANTISSA - power);
 }
 
+#if SUPER_BLOCKS
+
+// Numbers of 16 bit do not hold the scales: weights are computed in float32 and rounded once, in the
+// order of `in_order`.
+using Steps = Affine;
+
+__device__ __forceinline__ Steps steps_of(Scales held, unsigned int octet) {
+    return affine_of(held, octet);
+}
+
+__device__ __forceinline__ void restore_octet(Octet codes, Steps steps, unsigned int (&weights)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        weights[i] = rounded_pair(
+            fmaf(centred_code(codes, i), steps.scale, steps.zero),
+            fmaf(centred_code(codes, i + 4), steps.scale, steps.zero));
+}
+
+#else
+
 // Scale and zero of a group in both halves of a word. The scale is that of codes between -1 and 1,
 // about the largest weight of the group, which float16 holds wherever it holds the weight.
-struct Pairs {
+struct Steps {
     unsigned int scale, zero;
 };
 
-__device__ __forceinline__ Pairs pairs_of(unsigned int affine) {
+__device__ __forceinline__ Steps steps_of(Scales held, unsigned int) {
     if (BITS == 8) return {0, 0};
+    const unsigned int affine = held.words[0];
     const float scale = __uint_as_float(affine << 16) * (1 << (BITS - 1));
 #if BFLOAT16
     return {__byte_perm(__float_as_uint(scale), 0, 0x3232), __byte_perm(affine, 0, 0x3232)};
@@ -33,18 +54,18 @@ __device__ __forceinline__ Pairs pairs_of(unsigned int affine) {
 }
 
 // The weights of two codes, at the same bit of the halves of a word.
-__device__ __forceinline__ unsigned int weight_pair(unsigned int codes, int bit, Pairs pairs) {
+__device__ __forceinline__ unsigned int weight_pair(unsigned int codes, int bit, Steps steps) {
     const int power = MANTISSA + 1 - BITS - bit;
     const unsigned int biased =
         and_xor(codes, both(((1u << BITS) - 1) << bit), both(power_of_2(power)));
     const unsigned int code = fma_halves(biased, both(power_of_2(0)), both(below_power(power)));
-    return fma_halves(code, pairs.scale, pairs.zero);
+    return fma_halves(code, steps.scale, steps.zero);
 }
 
 // The weights of an octet. Below 8 bit codes i and i + 4 share a word: moved to the same place of
 // both its halves they become the mantissa of 2^power + (code * 2^(1 - BITS)), from which the offset
 // subtracts exactly. At 8 bit codes 2i and 2i + 1 do, their scale is that of the row.
-__device__ __forceinline__ void restore_octet(Octet codes, Pairs pairs, unsigned int (&weights)[4]) {
+__device__ __forceinline__ void restore_octet(Octet codes, Steps steps, unsigned int (&weights)[4]) {
     if constexpr (BITS == 8) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -69,7 +90,7 @@ __device__ __forceinline__ void restore_octet(Octet codes, Pairs pairs, unsigned
             const bool is_low = BITS * (i + 1) <= 16;
             const int place = BITS * i - (is_low ? 0 : 8), room = MANTISSA - BITS;
             const int down = place > room ? place - room : 0, bit = place - down;
-            weights[i] = weight_pair((is_low ? lower : upper) >> down, bit, pairs);
+            weights[i] = weight_pair((is_low ? lower : upper) >> down, bit, steps);
         }
     } else {
         constexpr int AT_ONCE = MANTISSA / BITS;  // codes of a half that one shift serves
@@ -78,10 +99,12 @@ __device__ __forceinline__ void restore_octet(Octet codes, Pairs pairs, unsigned
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const unsigned int moved = halves >> (i / AT_ONCE * AT_ONCE * BITS);
-            weights[i] = weight_pair(moved, i % AT_ONCE * BITS, pairs);
+            weights[i] = weight_pair(moved, i % AT_ONCE * BITS, steps);
         }
     }
 }
+
+#endif
 
 // Activations in the order of `restore_octet`.
 __device__ __forceinline__ uint4 in_order(uint4 x) {

@@ -12,6 +12,7 @@ constexpr int HELD = 4;    // chunks of the weight that a lane loads at a time
 constexpr int CHUNKS = 4;  // of a stage, columns that a block takes at a time
 constexpr int CHUNK_OCTETS = BITS == 8 ? 2 : 4;
 constexpr int CHUNK_WORDS = BITS > 4 && BITS < 8 ? BITS : 4;  // at 3 bit the last one is unused
+constexpr int SCALE_OCTETS = CHUNK_OCTETS / PARTS;
 constexpr int STAGE_OCTETS = CHUNKS * CHUNK_OCTETS;
 constexpr int BLOCK_ROWS = 128, OUT_ROWS = BLOCK_ROWS / WARPS;  // that a warp writes
 constexpr int TILE = 8;                          // tokens of a matrix instruction
@@ -73,7 +74,7 @@ struct Staged {
 
 struct Chunk {
     unsigned int words[CHUNK_WORDS];
-    unsigned int affine;
+    Scales scales;
 
     __device__ __forceinline__ Octet octet(int o) const {
         if (BITS == 8) return {words[2 * o], words[2 * o + 1]};
@@ -99,9 +100,8 @@ __device__ __forceinline__ Chunk load_chunk(
         loaded.words[0] = words.x, loaded.words[1] = words.y;
         loaded.words[2] = words.z, loaded.words[3] = words.w;
     }
-    loaded.affine = 0;
-    if (BITS != 8)
-        loaded.affine = width.affine_word(scales, row, chunk * CHUNK_OCTETS);
+    loaded.scales = {};
+    if (BITS != 8) loaded.scales = width.scales_of(scales, row, chunk * CHUNK_OCTETS);
     return loaded;
 }
 
@@ -116,10 +116,16 @@ struct Held {  // the same lanes: a chunk of rows 8 apart
     }
 };
 #else
+template <int COUNT>
+struct alignas(4 * COUNT) Words {
+    unsigned int at[COUNT];
+};
+using More = Words<CHUNK_WORDS == 6 ? 2 : 1>;  // than four
+
 struct Held {  // those of other rows, through shared memory of the warp
     uint4 codes[WARP_ROWS * WARP_CHUNKS];
-    uint2 more[CHUNK_WORDS > 4 ? WARP_ROWS * WARP_CHUNKS : 1];
-    unsigned int affine[WARP_ROWS * WARP_CHUNKS];
+    More more[CHUNK_WORDS > 4 ? WARP_ROWS * WARP_CHUNKS : 1];
+    Scales scales[WARP_ROWS * WARP_CHUNKS];
 
     // Lanes that read together have rows 0 to 3 and 8 to 11 of 16, or the others.
     static __device__ __forceinline__ unsigned int place(unsigned int row, unsigned int chunk) {
@@ -132,17 +138,25 @@ struct Held {  // those of other rows, through shared memory of the warp
             const unsigned int to = place(held_row(lane, h), lane % WARP_CHUNKS);
             const unsigned int(&words)[CHUNK_WORDS] = loaded[h].words;
             codes[to] = make_uint4(words[0], words[1], words[2], words[3]);
-            if constexpr (CHUNK_WORDS > 4) more[to] = {words[4], words[CHUNK_WORDS - 1]};
-            affine[to] = loaded[h].affine;
+            if constexpr (CHUNK_WORDS > 4) {
+                More own;
+#pragma unroll
+                for (int w = 4; w < CHUNK_WORDS; ++w) own.at[w - 4] = words[w];
+                more[to] = own;
+            }
+            scales[to] = loaded[h].scales;
         }
     }
 
     __device__ __forceinline__ Chunk chunk(unsigned int row, unsigned int chunk) const {
         const unsigned int from = place(row, chunk);
         const uint4 words = codes[from];
-        Chunk held = {{words.x, words.y, words.z, words.w}, affine[from]};
-        if constexpr (CHUNK_WORDS > 4)
-            held.words[4] = more[from].x, held.words[CHUNK_WORDS - 1] = more[from].y;
+        Chunk held = {{words.x, words.y, words.z, words.w}, scales[from]};
+        if constexpr (CHUNK_WORDS > 4) {
+            const More own = more[from];
+#pragma unroll
+            for (int w = 4; w < CHUNK_WORDS; ++w) held.words[w] = own.at[w - 4];
+        }
         return held;
     }
 };
@@ -154,14 +168,15 @@ __device__ __forceinline__ void multiply_stage(
     float (&sums)[TILES][TILE_SUMS], const Held& held, const uint4* staged, unsigned int lane,
     unsigned int first_chunk) {
 #if CAPABILITY >= 75
-    Pairs pairs[HELD];
-#pragma unroll
-    for (int h = 0; h < HELD; ++h) pairs[h] = pairs_of(held.chunks[h].affine);
+    Steps steps[HELD];
 #pragma unroll
     for (int octet = 0; octet < CHUNK_OCTETS; ++octet) {
         unsigned int a[HELD][4];
 #pragma unroll
-        for (int h = 0; h < HELD; ++h) restore_octet(held.chunks[h].octet(octet), pairs[h], a[h]);
+        for (int h = 0; h < HELD; ++h) {
+            if (octet % SCALE_OCTETS == 0) steps[h] = steps_of(held.chunks[h].scales, octet);
+            restore_octet(held.chunks[h].octet(octet), steps[h], a[h]);
+        }
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
             const uint4 b = staged[t * TILE_SLOTS + octet * LANES + lane];
@@ -183,21 +198,23 @@ __device__ __forceinline__ void multiply_stage(
     }
 #else
     constexpr int DOWN = WARP_ROWS / LANES;
-#pragma unroll
+    // registers have no room for the next chunk beside weights in float32 and so many sums
+    constexpr int TOGETHER = SUPER_BLOCKS && TILES > 4 ? 1 : WARP_CHUNKS;
+#pragma unroll TOGETHER
     for (int chunk = 0; chunk < WARP_CHUNKS; ++chunk) {
         Chunk own[DOWN];
-        Pairs pairs[DOWN];
+        Steps steps[DOWN];
 #pragma unroll
-        for (int down = 0; down < DOWN; ++down) {
+        for (int down = 0; down < DOWN; ++down)
             own[down] = held.chunk(down * LANES + own_row(lane), chunk);
-            pairs[down] = pairs_of(own[down].affine);
-        }
 #pragma unroll
         for (int octet = 0; octet < CHUNK_OCTETS; ++octet) {
             unsigned int a[DOWN][4];
 #pragma unroll
-            for (int down = 0; down < DOWN; ++down)
-                restore_octet(own[down].octet(octet), pairs[down], a[down]);
+            for (int down = 0; down < DOWN; ++down) {
+                if (octet % SCALE_OCTETS == 0) steps[down] = steps_of(own[down].scales, octet);
+                restore_octet(own[down].octet(octet), steps[down], a[down]);
+            }
             const unsigned int column = (first_chunk + chunk) * CHUNK_OCTETS + octet;
             const uint4* slots = staged + column * TILE + own_token(lane);
 #pragma unroll
