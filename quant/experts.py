@@ -171,7 +171,9 @@ class ExpertWeights:
         """What `multiply_asked` takes; None where each expert is to be multiplied by itself."""
         if "packed" not in self._joined:
             return None
-        return _asked_products(self.backend, dtype, self._joined["packed"].device)
+        packed = self.weights[0]
+        in_blocks = isinstance(packed, CudaPacked) and packed.in_super_blocks
+        return _asked_products(self.backend, in_blocks, dtype, self._joined["packed"].device)
 
     def pin(self) -> None:
         """Lock the memory that weights share, so that a GPU copies it by itself; as it lies there,

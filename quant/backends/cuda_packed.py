@@ -21,7 +21,13 @@ from typing import ClassVar, Self
 import torch
 from torch.nn import functional
 
-from quant.backends.base import CanonicalPacked, PackedWeight, held_scales, read_scales
+from quant.backends.base import (
+    CanonicalPacked,
+    PackedWeight,
+    decode_held,
+    form_of,
+    held_scales,
+)
 from quant.backends.cuda_products import (
     TENSOR,
     Codes,
@@ -31,8 +37,8 @@ from quant.backends.cuda_products import (
 )
 from quant.common.errors import SpecError
 from quant.devices import row_blocks
-from quant.rounding.canonical import CanonicalWeight, dequantize
-from quant.scheme import GROUP_SIZES
+from quant.rounding.canonical import CanonicalWeight, decode
+from quant.scheme import GROUP_SIZES, SUPER_BLOCK, ScaleForm, super_block_pairs
 
 _OCTET = 8
 _RUN = 32
@@ -97,7 +103,7 @@ class CudaPacked(CanonicalPacked):
         columns = canonical.codes.shape[1]
         if canonical.zero is None:
             return cls(canonical.codes, canonical.scale, columns)
-        if canonical.group not in GROUP_SIZES:
+        if canonical.held is None and canonical.group not in GROUP_SIZES:
             raise SpecError(
                 f"CUDA kernels take groups of {', '.join(map(str, GROUP_SIZES))} columns, not "
                 f"{canonical.group}; use backend torch_{cls.bits}bit"
@@ -126,6 +132,10 @@ class CudaPacked(CanonicalPacked):
             kernels.warm_up(self.codes)
 
     @property
+    def in_super_blocks(self) -> bool:
+        return form_of(self.scales) is ScaleForm.SUPER_BLOCKS
+
+    @property
     def codes(self) -> Codes:
         return Codes(self.packed, self.scales, self.in_features, self.bits)
 
@@ -133,18 +143,16 @@ class CudaPacked(CanonicalPacked):
         """Give the kernels for activations of `dtype`; None where torch decodes the weight."""
         if self.packed.device.type == "cpu" or dtype not in _KERNEL_TYPES:
             return None
-        return _products_for(type(self), dtype, self.packed.device)
+        return _products_for(type(self), self.in_super_blocks, dtype, self.packed.device)
 
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         return self.decode_rows(which)
 
     def decode_rows(self, block: slice | torch.Tensor) -> torch.Tensor:
-        codes, scale, zero = self.packed[block], self.scales[block], None
-        if self.bits != 8:
-            codes = unpack_octets(codes, self.bits)
-            scale, zero = read_scales(scale, self.bits)
-        group = self.in_features // scale.shape[1]
-        return dequantize(CanonicalWeight(codes, scale, zero, self.bits, group))
+        codes, scales = self.packed[block], self.scales[block]
+        if self.bits == 8:
+            return decode(codes, scales, None, self.bits)
+        return decode_held(unpack_octets(codes, self.bits), scales, self.bits)
 
     def _multiply_decoded(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.packed.shape[0]
@@ -161,19 +169,19 @@ class Cuda3Bit(CudaPacked):
 
 
 class Cuda4Bit(CudaPacked):
-    """`packed`: uint8 `[out, in / 2]`; `scales` as of 3 bit."""
+    """`packed`: uint8 `[out, in / 2]`; `scales` as of 3 bit, or super-blocks."""
 
     bits: ClassVar[int] = 4
 
 
 class Cuda5Bit(CudaPacked):
-    """`packed`: int32 `[out, 5, in / 32]`; `scales` as of 3 bit."""
+    """`packed`: int32 `[out, 5, in / 32]`; `scales` as of 4 bit."""
 
     bits: ClassVar[int] = 5
 
 
 class Cuda6Bit(CudaPacked):
-    """`packed`: int32 `[out, 6, in / 32]`; `scales` as of 3 bit."""
+    """`packed`: int32 `[out, 6, in / 32]`; `scales` as of 4 bit."""
 
     bits: ClassVar[int] = 6
 
@@ -186,16 +194,19 @@ class Cuda8Bit(CudaPacked):
 
 @functools.cache
 def _products_for(
-    backend: type[CudaPacked], dtype: torch.dtype, device: torch.device
+    backend: type[CudaPacked], super_blocks: bool, dtype: torch.dtype, device: torch.device
 ) -> CudaProducts:
     """Compile the kernels; those for tensor cores are left out, with a warning, where they compute
     wrongly or cannot be had.
     """
+    of_kernels = backend.bits, super_blocks, dtype, device
     if not has_tensor_cores(torch.cuda.get_device_capability(device), dtype):
-        return products_for(backend.bits, dtype, device, on_tensor_cores=False)
+        return products_for(*of_kernels, on_tensor_cores=False)
     try:
-        products = products_for(backend.bits, dtype, device, on_tensor_cores=True)
-        complaint = tensor_cores_complaint(backend, products, dtype, device)
+        products = products_for(*of_kernels, on_tensor_cores=True)
+        complaint = tensor_cores_complaint(
+            trial(backend, _TEST_SHAPE, super_blocks, device), products, dtype
+        )
     except RuntimeError as error:
         complaint = str(error)
     if complaint is None:
@@ -205,20 +216,36 @@ def _products_for(
         RuntimeWarning,
         stacklevel=2,
     )
-    return products_for(backend.bits, dtype, device, on_tensor_cores=False)
+    return products_for(*of_kernels, on_tensor_cores=False)
+
+
+def trial(
+    backend: type[CudaPacked], shape: tuple[int, int], super_blocks: bool, device: torch.device
+) -> CudaPacked:
+    """A weight of random numbers, or of random codes and scales of super-blocks."""
+    generator = torch.Generator().manual_seed(0)
+    if not super_blocks:
+        weight = torch.randn(shape, generator=generator)
+        return backend.from_weight(weight, torch.float32, device)
+    rows, columns = shape
+    codes = torch.randint(1 << backend.bits, shape, generator=generator, dtype=torch.uint8)
+    pairs = columns // SUPER_BLOCK * super_block_pairs(backend.bits)
+    # below 32 two bytes are a number of float16 below 2^-7
+    held = torch.randint(32, (rows, pairs, 2), generator=generator, dtype=torch.int8)
+    return backend(pack_octets(codes, backend.bits).to(device), held.to(device), columns)
 
 
 def asked_products(
-    backend: type[PackedWeight], dtype: torch.dtype, device: torch.device
+    backend: type[PackedWeight], super_blocks: bool, dtype: torch.dtype, device: torch.device
 ) -> CudaProducts | None:
     """The kernels by which experts of `backend` are multiplied as they are asked; None where there
     are none, or they compute wrongly, which warns once.
     """
     if not issubclass(backend, CudaPacked):
         return None
-    packed = backend.from_weight(torch.ones(8, 128), dtype, device)
+    packed = trial(backend, (_TEST_EXPERTS * _EXPERT_ROWS, SUPER_BLOCK), super_blocks, device)
     products = packed.kernels(dtype)
-    complaint = None if products is None else _asked_complaint(backend, products, dtype, device)
+    complaint = None if products is None else _asked_complaint(packed, products, dtype)
     if complaint is None:
         return products
     warnings.warn(
@@ -229,16 +256,12 @@ def asked_products(
     return None
 
 
-_TEST_EXPERTS = 5
+_TEST_EXPERTS, _EXPERT_ROWS = 5, 24
 
 
-def _asked_complaint(
-    backend: type[CudaPacked], products: CudaProducts, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    generator = torch.Generator().manual_seed(0)
-    rows, columns = 24, 256
-    weight = torch.randn(_TEST_EXPERTS * rows, columns, generator=generator)
-    packed = backend.from_weight(weight, dtype, device)
+def _asked_complaint(packed: CudaPacked, products: CudaProducts, dtype: torch.dtype) -> str | None:
+    generator, device = torch.Generator().manual_seed(0), packed.packed.device
+    rows, columns = _EXPERT_ROWS, packed.in_features
     x = torch.randn(3, columns, generator=generator).to(device, dtype)
     asked = torch.tensor([[4, 0], [2, 4], [1, 2]], device=device)
     found = products.multiply_asked(packed.codes, rows, x, asked).float()
@@ -249,17 +272,12 @@ def _asked_complaint(
 
 
 def tensor_cores_complaint(
-    backend: type[CudaPacked],
-    products: CudaProducts,
-    dtype: torch.dtype,
-    device: torch.device,
-    shape: tuple[int, int] = _TEST_SHAPE,
+    packed: CudaPacked, products: CudaProducts, dtype: torch.dtype
 ) -> str | None:
     """Hold the kernels against the decoded weight; None: they are right."""
-    generator = torch.Generator().manual_seed(0)
-    packed = backend.from_weight(torch.randn(shape, generator=generator), dtype, device)
+    generator, device = torch.Generator().manual_seed(0), packed.packed.device
     for tokens in _TEST_TOKENS:
-        x = torch.randn(tokens, shape[1], generator=generator).to(device, dtype)
+        x = torch.randn(tokens, packed.in_features, generator=generator).to(device, dtype)
         wanted = packed.decode_rows(slice(None)).float() @ x.float().t()
         found = products.multiply(packed.codes, x, way=TENSOR).float().t()
         error = float((found - wanted).norm() / wanted.norm())

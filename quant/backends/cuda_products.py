@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from quant.backends.base import groups_of
+from quant.backends.base import form_of, groups_of
 from quant.backends.cuda_driver import THREADS, Kernels, kernels_for
 from quant.backends.table import FUSED_TOKENS, TENSOR_TOKENS
 from quant.devices import row_blocks
+from quant.scheme import NARROW_GROUP, ScaleForm
 
 _FILES = ("cuda_kernels.cu", "cuda_mma.cuh", "cuda_restoring.cuh", "cuda_tensor_cores.cu")
 SOURCE = tuple(map(Path(__file__).with_name, _FILES))
@@ -59,7 +60,7 @@ Timer = Callable[[Callable[[], None]], float]
 
 class Width(ctypes.Structure):
     """The struct `Width` of the source: octets and groups of a row, log2 of a group's octets, and
-    whether scales and zeros are narrow.
+    whether scales and zeros are narrow. Groups of super-blocks are their pairs of bytes.
     """
 
     _fields_ = (
@@ -84,10 +85,11 @@ class Codes(NamedTuple):
 
     @property
     def width(self) -> Width:
-        groups = groups_of(self.scales)
-        octets = self.columns // _OCTET
+        form, octets = form_of(self.scales), self.columns // _OCTET
+        is_super = form is ScaleForm.SUPER_BLOCKS
+        groups = self.columns // NARROW_GROUP if is_super else groups_of(self.scales)
         shift = (octets // groups).bit_length() - 1
-        return Width(octets, groups, shift, self.scales.dtype == torch.uint8)
+        return Width(octets, groups, shift, form is ScaleForm.NARROW)
 
 
 class Product(NamedTuple):
@@ -302,12 +304,13 @@ def has_tensor_cores(capability: tuple[int, int], dtype: torch.dtype) -> bool:
 
 @functools.cache
 def products_for(
-    bits: int, dtype: torch.dtype, device: torch.device, on_tensor_cores: bool
+    bits: int, super_blocks: bool, dtype: torch.dtype, device: torch.device, on_tensor_cores: bool
 ) -> CudaProducts:
     """Compile the kernels for a GPU, once a process; CudaError says why that cannot be done."""
     source = SOURCE if on_tensor_cores else SOURCE[:1]
     names = (*KERNELS, *TENSOR_KERNELS) if on_tensor_cores else KERNELS
-    kernels = kernels_for(source, names, dtype, device, BITS=bits)
+    own = {"BITS": bits, "SUPER_BLOCKS": int(super_blocks)}
+    kernels = kernels_for(source, names, dtype, device, **own)
     _zeros(device)  # while no graph is recorded
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return CudaProducts(kernels, dtype, multiprocessors, functools.partial(_gpu_seconds, device))

@@ -165,11 +165,13 @@ def _cuda_w8a8_cost(processor: Processor, shape: LinearShape, dtype: str) -> Ker
 
 
 def _cuda_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Ask for groups of whole runs of 32 columns, the 8 rows of a block, and a type of the GPU."""
+    """Ask for groups of whole runs of 32 columns or super-blocks, the 8 rows of a block, and a type
+    of the GPU.
+    """
     least = {"float16": (6, 0), "bfloat16": (8, 0)}.get(dtype)
     if least is None or not _has_capability(processor, least):
         return False
-    known = shape.group in GROUP_SIZES and shape.form is not ScaleForm.SUPER_BLOCKS
+    known = shape.group in GROUP_SIZES or shape.form is ScaleForm.SUPER_BLOCKS
     return known and shape.out_features >= 8
 
 

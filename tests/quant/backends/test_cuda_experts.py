@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quant.backends.cuda_packed import CudaPacked, _asked_complaint, asked_products
+from quant.backends.cuda_packed import CudaPacked, _asked_complaint, asked_products, trial
 from quant.backends.cuda_products import KERNELS, SOURCE, CudaProducts
 from quant.backends.kernel_classes import BACKENDS
 from quant.experts import ExpertWeights, QuantizedExperts, packed_expert
@@ -96,11 +96,11 @@ def test_the_self_test_finds_a_kernel_that_reads_another_expert(
 ) -> None:
     backend, own = BACKENDS[f"cuda_{bits}bit"], products(bits, dtype)
     assert issubclass(backend, CudaPacked)
-    assert _asked_complaint(backend, own, dtype, CPU) is None
+    assert _asked_complaint(trial(backend, (120, 256), False, CPU), own, dtype) is None
     multiply = own.multiply_asked
     monkeypatch.setattr(
         own, "multiply_asked", lambda codes, rows, x, asked: multiply(codes, rows, x, asked.flip(0))
     )
     monkeypatch.setattr(CudaPacked, "kernels", lambda packed, kind: own)
     with pytest.warns(RuntimeWarning, match="multiplied one after another"):
-        assert asked_products(backend, dtype, CPU) is None
+        assert asked_products(backend, False, dtype, CPU) is None

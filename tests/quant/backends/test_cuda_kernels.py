@@ -18,7 +18,9 @@ from quant.backends.cuda_packed import (
     Cuda6Bit,
     Cuda8Bit,
     CudaPacked,
+    _asked_complaint,
     tensor_cores_complaint,
+    trial,
 )
 from quant.backends.cuda_products import (
     KERNELS,
@@ -37,7 +39,14 @@ from quant.backends.table import rule_for
 from quant.linear import QuantizedLinear
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 from quant.rounding.ways import affine_codes
-from quant.scheme import NARROW_GROUP, LinearShape, Processor, group_size
+from quant.scheme import (
+    NARROW_GROUP,
+    SUPER_BLOCK,
+    LinearShape,
+    Processor,
+    ScaleForm,
+    group_size,
+)
 from tests.cuda_emulation import CPU, emulated, needs_compiler
 
 pytestmark = needs_compiler
@@ -58,13 +67,14 @@ class Case(NamedTuple):
     capability: int
     bits: int
     dtype: torch.dtype
+    super_blocks: bool = False
 
     @property
     def kernels(self) -> Kernels:
         names = (*KERNELS, *TENSOR_KERNELS) if self.capability >= 70 else KERNELS
         return emulated(
             SOURCE, names, BITS=self.bits, BFLOAT16=int(self.dtype == torch.bfloat16),
-            CAPABILITY=self.capability,
+            CAPABILITY=self.capability, SUPER_BLOCKS=int(self.super_blocks),
         )  # fmt: skip
 
     @property
@@ -74,6 +84,14 @@ class Case(NamedTuple):
     @property
     def half_unit(self) -> float:
         return torch.finfo(self.dtype).eps / 2
+
+    def make(self, shape: tuple[int, int]) -> tuple[CudaPacked, CanonicalWeight]:
+        """Rows of whole super-blocks, where those are asked for."""
+        rows, columns = shape
+        if not self.super_blocks:
+            return make(self.bits, shape)
+        canonical = of_super_blocks((rows, -(-columns // SUPER_BLOCK) * SUPER_BLOCK), self.bits)
+        return BACKENDS[self.bits].from_canonical(canonical), canonical
 
 
 FIRST = (
@@ -96,7 +114,21 @@ CASES = [
         Case(80, bits, torch.bfloat16),
     )
 ]
+SUPER_FIRST = Case(70, 6, torch.float16, True), Case(80, 4, torch.bfloat16, True)
+SUPER_CASES = [
+    pytest.param(
+        case,
+        id=f"{case.capability}-super-{case.bits}bit-{str(case.dtype)[6:]}",
+        marks=() if case in SUPER_FIRST else pytest.mark.rare,
+    )
+    for bits in (4, 5, 6)
+    for case in (
+        *(Case(capability, bits, torch.float16, True) for capability in (60, 70, 75, 80)),
+        Case(80, bits, torch.bfloat16, True),
+    )
+]
 for_cases = pytest.mark.parametrize("case", CASES)
+for_all_forms = pytest.mark.parametrize("case", [*CASES, *SUPER_CASES])
 
 
 def make(bits: int, shape: tuple[int, int]) -> tuple[CudaPacked, CanonicalWeight]:
@@ -117,6 +149,29 @@ def of_groups(weight: torch.Tensor, bits: int, group: int) -> CanonicalWeight:
     return CanonicalWeight(codes, scale.bfloat16(), zero.bfloat16(), bits, group)
 
 
+def of_super_blocks(shape: tuple[int, int], bits: int) -> CanonicalWeight:
+    """Random codes, and scales and zeros from random numbers as the format defines them."""
+    generator, (rows, columns) = torch.Generator().manual_seed(shape[0]), shape
+    codes = torch.randint(1 << bits, shape, generator=generator, dtype=torch.uint8)
+    blocks, half = columns // SUPER_BLOCK, 1 << (bits - 1)
+    heads = (0.01 * torch.randn(rows, blocks, 1 if bits == 6 else 2, generator=generator)).half()
+    heads[0] = 0
+    low, top = (-128, 128) if bits == 6 else (0, 64)
+    factors = torch.randint(low, top, (rows, blocks, 8, 2), generator=generator, dtype=torch.int8)
+    factors[1, 0] = low
+    of_factors = heads.float().unsqueeze(2) * factors
+    if bits == 6:
+        scale = of_factors.flatten(1)
+        zero = torch.zeros_like(scale)
+    else:
+        scale = of_factors[..., 0].flatten(1)
+        zero = half * scale - of_factors[..., 1].flatten(1)
+    parts = heads.view(torch.int8).view(rows, -1, 2), factors.flatten(1, 2)
+    return CanonicalWeight(
+        codes, scale, zero, bits, columns // scale.shape[1], held=torch.cat(parts, 1)
+    )
+
+
 def activations(tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)
     x[0] *= 10
@@ -131,11 +186,11 @@ def check_products(case: Case, way: str, shape: tuple[int, int], numbers: tuple[
     8-bit codes are offset by 256 steps. Four roundings of the largest are allowed for each term.
     Restored weights are themselves rounded to the type, by half a unit.
     """
-    packed, canonical = make(case.bits, shape)
+    packed, canonical = case.make(shape)
     meant = dequantize(canonical).double()
-    steps = canonical.scale.double().amax(-1)
+    steps = canonical.scale.double().abs().amax(-1)
     for tokens in numbers:
-        x = activations(tokens, shape[1], case.dtype)
+        x = activations(tokens, packed.in_features, case.dtype)
         out = case.products.multiply(packed.codes, x, way=way)
         exact = x.double() @ meant.t()
         sizes = x.double().abs()
@@ -148,17 +203,23 @@ def check_products(case: Case, way: str, shape: tuple[int, int], numbers: tuple[
         assert ((out.double() - exact).abs() <= limit).all(), tokens
 
 
-@for_cases
+@for_all_forms
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_against_float64(case: Case, shape: tuple[int, int]) -> None:
     for way in (PACKED, RESTORED):
         check_products(case, way, shape, TOKENS[way])
 
 
-tensor_cases = pytest.mark.parametrize("case", [each for each in CASES if each.values[0][0] >= 70])
+on_tensor_cores, super_on_tensor_cores = (
+    [each for each in cases if each.values[0][0] >= 70] for cases in (CASES, SUPER_CASES)
+)
+tensor_cases = pytest.mark.parametrize("case", on_tensor_cores)
+tensor_cases_of_all_forms = pytest.mark.parametrize(
+    "case", [*on_tensor_cores, *super_on_tensor_cores]
+)
 
 
-@tensor_cases
+@tensor_cases_of_all_forms
 @pytest.mark.parametrize("shape", TENSOR_SHAPES)
 def test_tensor_cores_against_float64(case: Case, shape: tuple[int, int]) -> None:
     check_products(case, TENSOR, shape, TOKENS[TENSOR])
@@ -171,13 +232,13 @@ def test_tensor_cores_by_any_number_of_tokens(case: Case, tokens: int) -> None:
     check_products(case, TENSOR, (133, 416), (tokens,))
 
 
-@for_cases
+@for_all_forms
 def test_every_weight_alone(case: Case) -> None:
     """Products with unit vectors are the weights, through every kernel, rounded once."""
-    packed, canonical = make(case.bits, (9, 96))
-    meant = dequantize(canonical)
-    units = torch.eye(96, dtype=case.dtype)
-    together = {PACKED: (1, 4, 8), RESTORED: (96,), TENSOR: (8, 16, 32, 64)}
+    packed, canonical = case.make((9, 96))
+    meant, columns = dequantize(canonical), packed.in_features
+    units = torch.eye(columns, dtype=case.dtype)
+    together = {PACKED: (1, 4, 8), RESTORED: (columns,), TENSOR: (8, 16, 32, 64)}
     for way in case.products.ways:
         for tokens in together[way]:
             parts = [case.products.multiply(packed.codes, x, way=way) for x in units.split(tokens)]
@@ -243,6 +304,23 @@ def test_a_linear_layer_has_its_kernel_add_the_bias(
     wanted = products.multiply(packed.codes, x, bias.to(case.dtype))
     assert torch.equal(linear(x), wanted)
     assert not torch.equal(wanted, products.multiply(packed.codes, x))
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "held_bits"), [(4, 32, 4.625), (5, 32, 5.625), (6, 16, 6.5625)]
+)
+def test_bits_of_weights_in_super_blocks(bits: int, group: int, held_bits: float) -> None:
+    shape = LinearShape(512, 8, group, stored_form=ScaleForm.SUPER_BLOCKS)
+    rule = rule_for(Processor((8, 0)), bits, shape, "bfloat16")
+    assert rule.name == f"cuda_{bits}bit"
+    packed = BACKENDS[bits].from_canonical(of_super_blocks((8, 512), bits))
+    assert 8 * packed.nbytes == 8 * rule.nbytes(shape, "bfloat16") == held_bits * 8 * 512
+
+
+@pytest.mark.parametrize("case", SUPER_CASES)
+def test_experts_of_super_blocks_are_multiplied_as_they_are_asked(case: Case) -> None:
+    packed = trial(BACKENDS[case.bits], (120, 256), True, CPU)
+    assert _asked_complaint(packed, case.products, case.dtype) is None
 
 
 @tensor_cases
@@ -312,25 +390,26 @@ def test_passes_the_self_test(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
     assert "is off by 200.0%" in str(self_test(BACKENDS[case.bits], case.dtype, CPU))
 
 
-@tensor_cases
+@tensor_cases_of_all_forms
 def test_a_wrong_kernel_on_tensor_cores_is_found(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    products, backend = case.products, BACKENDS[case.bits]
-    assert tensor_cores_complaint(backend, products, case.dtype, CPU, (192, 256)) is None
+    products = case.products
+    packed = trial(BACKENDS[case.bits], (192, 256), case.super_blocks, CPU)
+    assert tensor_cores_complaint(packed, products, case.dtype) is None
     monkeypatch.setitem(products._ways, TENSOR, lambda product: product.out.zero_())
-    complaint = tensor_cores_complaint(backend, products, case.dtype, CPU, (192, 256))
+    complaint = tensor_cores_complaint(packed, products, case.dtype)
     assert complaint == "their product of 3 tokens is off by 100.0%"
 
 
-@for_cases
+@for_all_forms
 @pytest.mark.parametrize("shape", [(8, 32), (11, 96), (9, 2080)])
 def test_nothing_is_loaded_from_beside_the_tensors(case: Case, shape: tuple[int, int]) -> None:
-    packed, _ = make(case.bits, shape)
+    packed, _ = case.make(shape)
     kernels, products = case.kernels, case.products
     bias = torch.zeros(shape[0], dtype=case.dtype)
     for way in products.ways:
-        x = activations(9, shape[1], case.dtype)
+        x = activations(9, packed.in_features, case.dtype)
         for tensor in (x, packed.packed, packed.scales, bias):
             kernels.driver.allow(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes))
         try:

@@ -13,7 +13,7 @@ from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.portable import Torch3Bit
 from tests.cuda_emulation import check_machine_code, needs_nvrtc
 
-FIRST = ((6, 0), 3, 0), ((7, 0), 4, 0)
+FIRST = ((6, 0), 3, 0, 0), ((7, 0), 4, 0, 0), ((7, 0), 6, 0, 1)
 NEWER = (10, 0), (12, 0)
 _SPILLING = ((12, 0), 3)
 """NVRTC 12.9 spills 4 bytes of `one_token` there."""
@@ -22,16 +22,19 @@ TARGETS = [
     for capability in ((6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), *NEWER)
     for bits in (3, 4, 5, 6, 8)
     for bfloat16 in ((0, 1) if capability >= (8, 0) else (0,))
-    for target in ((capability, bits, bfloat16),)
+    for super_blocks in ((0, 1) if bits in (4, 5, 6) else (0,))
+    for target in ((capability, bits, bfloat16, super_blocks),)
     if (capability, bits) != _SPILLING
 ]
-"""Capability, bits, bfloat16."""
+"""Capability, bits, bfloat16, super-blocks."""
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("capability", "bits", "bfloat16"), TARGETS)
-def test_compiles_without_spills(capability: tuple[int, int], bits: int, bfloat16: int) -> None:
-    definitions = {"BITS": bits, "BFLOAT16": bfloat16}
+@pytest.mark.parametrize(("capability", "bits", "bfloat16", "super_blocks"), TARGETS)
+def test_compiles_without_spills(
+    capability: tuple[int, int], bits: int, bfloat16: int, super_blocks: int
+) -> None:
+    definitions = {"BITS": bits, "BFLOAT16": bfloat16, "SUPER_BLOCKS": super_blocks}
     definitions["CAPABILITY"] = 10 * capability[0] + capability[1]
     names = (*KERNELS, *(TENSOR_KERNELS if capability >= (7, 0) else ()))
     check_machine_code(SOURCE, names, capability, **definitions)
