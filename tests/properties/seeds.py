@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from planner.model.tensor_shapes import end_tensors, layer_tensors
 from planner.plan.file import DIGEST
 from planner.plan.parts import PlansBeside
 from planner.workload import Job
+from tests.made_once import made_once
 from tests.paths import ROOT
 from tests.planner.model.mixed_configs import MIXED
 
@@ -104,12 +106,16 @@ def plan_seeds() -> tuple[bytes, ...]:
     """One of two emulated devices with modelled times, one of real ones with a forecast, and one of
     a job with a plan for its long rows, beside plans of other numbers in flight.
     """
+    return tuple(made_once("plan seeds", ".jsonl", _write_plans).read_bytes().splitlines())
+
+
+def _write_plans(path: Path) -> None:
     emulated = Cluster.from_yaml(ROOT / "cluster_specs/emulated_t4_v100.yaml")
     real = Cluster.from_yaml(ROOT / "cluster_specs/demo_mixed_cpu.yaml")
     plans = [each.plan(_MODEL, Workload(8, 64, 16), theta=1.0).spec for each in (real, emulated)]
-    job = real.plan(_MODEL, Job(20, Lengths((9, 30), (4, 8)))).spec
+    job = real.plan(_MODEL, Job(20, Lengths((9, 30), (4, 8))), policy="static").spec
     plans.append(replace(job, long_rows=replace(job, beside=PlansBeside())))
-    return tuple(_compact(plan) for plan in plans)
+    path.write_bytes(b"\n".join(map(_compact, plans)))
 
 
 def _compact(plan: Any) -> bytes:

@@ -150,11 +150,13 @@ def test_no_group_is_worse_than_nearest(bits: int, compiled: bool) -> None:
 @pytest.mark.parametrize(
     ("dtype", "grid", "bits"),
     [
-        *product([torch.float32], GRIDS, [3, 5]),
+        *product([torch.float32], GRIDS, [3]),
+        (torch.float32, "narrow", 5),
         *product([torch.float16, torch.bfloat16], ["narrow"], [4]),
+        # Each is a loop to compile for a second; the search holds narrow ones of all bits.
         *(
             pytest.param(*each, marks=pytest.mark.rare)
-            for each in product([torch.float16, torch.bfloat16], GRIDS, [3, 5])
+            for each in product([torch.float16, torch.bfloat16, torch.float32], GRIDS, [3, 5])
         ),
     ],
 )
@@ -176,15 +178,15 @@ def test_both_ways_give_the_same_codes(dtype: torch.dtype, grid: Grid, bits: int
 def test_what_is_stored_is_bfloat16_and_codes(compiled: bool) -> None:
     weight, inputs = problem(8, 128)
     for grid in GRIDS:
-        _, scale, zero, _ = fitted(weight, column_importance(inputs, 128), 4, 64, grid, compiled)
+        _, scale, zero, _ = fitted(weight, column_importance(inputs, 128), 3, 64, grid, compiled)
         assert torch.equal(scale.bfloat16().float(), scale)
         assert (scale > 0).all()
         if grid in ("free", "narrow"):
             assert torch.equal(zero.bfloat16().float(), zero)
         else:
-            assert ((zero == zero.round()) & (zero >= 0) & (zero <= 15)).all()
+            assert ((zero == zero.round()) & (zero >= 0) & (zero <= 7)).all()
         if grid == "middle":
-            assert (zero == 8).all()
+            assert (zero == 4).all()
 
 
 @pytest.mark.parametrize("compiled", WAYS)
