@@ -119,6 +119,8 @@ def measure_layers(
             layer = stream.layer(index, hidden, scheme if stored else None)
             found.append(measure_layer(layer))
             del layer  # before the next one is loaded
+    if found and layers.stop == stream.layers:
+        found[-1] = found[-1].with_head(stream.head_inputs(hidden))
     return hidden, found
 
 

@@ -27,6 +27,8 @@ from quant.loading.emulated_kernels import (
     represented_product,
 )
 from quant.loading.loader import load_tensors, read_weight
+from quant.rounding.importance import InputStatistics
+from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import FULL_BITS, Cut, LinearShape
 
 
@@ -40,16 +42,18 @@ def load_ends(
     checkpoint: Checkpoint,
     form: LayerForm,
     vocabulary: Cut | None = None,
+    inputs: InputStatistics | None = None,
 ) -> None:
     """Load the parts of a stage beside its layers: embedding, final norm, head, frequencies.
 
     Embedding of tokens and head have the bits of `form`. `vocabulary`: the rows of both that a rank
-    holds; None: all. Raises `CheckpointError` for unusable weights.
+    holds; None: all. `inputs`: those that the head is rounded by. Raises `CheckpointError` for
+    unusable weights.
     """
     architecture = architecture_of(model.config)
     decoder = model.get_decoder()
     path = path_of(model, decoder)
-    _load_coded_ends(model, spec, checkpoint, form, vocabulary)
+    _load_coded_ends(model, spec, checkpoint, form, vocabulary, inputs)
     owned = (architecture.embedding if spec.is_first else ()) + (
         architecture.final if spec.is_last else ()
     )
@@ -76,6 +80,7 @@ def _load_coded_ends(
     checkpoint: Checkpoint,
     form: LayerForm,
     vocabulary: Cut | None,
+    inputs: InputStatistics | None,
 ) -> None:
     """Replace embedding of tokens and head by ones of fewer bits; a tied one is one weight."""
     if form.bits == FULL_BITS:
@@ -84,7 +89,7 @@ def _load_coded_ends(
     if spec.has_head:
         name, head = _head_prefix(model, checkpoint), model.get_output_embeddings()
         weight = read_weight(head, checkpoint, name, vocabulary)
-        coded: Any = quantize_linear(weight, None, form, name)
+        coded: Any = quantize_linear(weight, None, form, name, inputs)
         coded.bias = head.bias  # on the meta device still, where there is one
         load_tensors(coded, checkpoint, name, form.dtype, form.device, _cuts(vocabulary))
         model.set_output_embeddings(coded)
@@ -124,7 +129,11 @@ def path_of(model: nn.Module, wanted: nn.Module) -> str:
 
 
 def round_embedding(
-    model: PreTrainedModel, checkpoint: Checkpoint, scheme: LayerScheme, compute: Compute
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    scheme: LayerScheme,
+    compute: Compute,
+    head_inputs: InputStatistics | None,
 ) -> None:
     """Give the embedding of tokens the numbers that `scheme` rounds it to."""
     if scheme.bits == FULL_BITS:
@@ -133,15 +142,19 @@ def round_embedding(
     embedding = getattr(decoder, child)
     name = f"{path_of(model, decoder)}.{child}"
     weight = read_weight(embedding, checkpoint, name, None)
-    rule = fallback_rule(scheme.bits)
+    rule, rounding = fallback_rule(scheme.bits), DEFAULT
     if getattr(model.config, "tie_word_embeddings", False) and scheme.backend is None:
-        rule = _planned_rule(weight.shape, scheme, compute)
-    rounded = BACKENDS[rule.name].represent(weight.float())
+        rule, rounding = _planned_rule(weight.shape, scheme, compute), Rounding(inputs=head_inputs)
+    rounded = BACKENDS[rule.name].represent(weight.float(), rounding)
     embedding.weight.data.copy_(rounded)
 
 
 def round_head(
-    model: PreTrainedModel, checkpoint: Checkpoint, scheme: LayerScheme, compute: Compute
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    scheme: LayerScheme,
+    compute: Compute,
+    inputs: InputStatistics | None,
 ) -> None:
     """Replace the LM head by one of `scheme`, whose kernel computes where it runs here."""
     if scheme.bits == FULL_BITS:
@@ -151,10 +164,11 @@ def round_head(
     rule = _planned_rule(weight.shape, scheme, compute)
     form = LayerForm(scheme.bits, compute.processor, compute.dtype, compute.device)
     if form.rule_of(LinearShape(weight.shape[1], weight.shape[0])) is rule:
-        rounded = quantize_linear(weight, None, form, name)
+        rounded = quantize_linear(weight, None, form, name, inputs)
         rounded.bias = head.bias
     else:
-        product = represented_product(rule.name, weight.float(), compute.dtype)
+        rounding = Rounding(inputs=inputs)
+        product = represented_product(rule.name, weight.float(), compute.dtype, rounding)
         rounded = RepresentedLinear(product, head.bias)
     model.set_output_embeddings(rounded)
 

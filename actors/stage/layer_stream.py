@@ -57,7 +57,7 @@ from quant.loading.emulated_kernels import Compute, LayerScheme, form_of, load_l
 from quant.loading.expert_tensors import ExpertTensors
 from quant.loading.layer_load import LayerLoad, plain_linears
 from quant.loading.loader import loading
-from quant.rounding.importance import LayerImportance
+from quant.rounding.importance import InputStatistics, LayerImportance, RunningStatistics
 from quant.scheme import FULL_BITS
 
 TOKENS_AT_ONCE = 2048
@@ -107,7 +107,9 @@ class LayerStream:
         for index in range(self.layers):
             self._stack[index] = self._pass_through
 
-    def _part(self, position: int, layers: range, compute: Compute) -> PreTrainedModel:
+    def _part(
+        self, position: int, layers: range, compute: Compute, headless: bool = False
+    ) -> PreTrainedModel:
         """The model without the parts of other positions; `layers` are still on the meta device."""
         spec = StageSpec(
             index=position,
@@ -118,6 +120,7 @@ class LayerStream:
             slots=0,
             max_tokens=0,
             kv_tokens=0,
+            head_on_first=headless,
         )
         model = empty_model(self.config)
         keep_stage(model, layers, spec.is_first, spec.is_last, spec.has_head)
@@ -134,18 +137,23 @@ class LayerStream:
         """The experts of decoder layer `index`, as they are stored, by name within the layer."""
         return dict(self._load(index, self._empty[index]).experts(self._checkpoint))
 
-    def embed(self, token_ids: Tensor, scheme: LayerScheme = _PLAIN) -> Tensor:
+    def embed(
+        self,
+        token_ids: Tensor,
+        scheme: LayerScheme = _PLAIN,
+        head_inputs: InputStatistics | None = None,
+    ) -> Tensor:
         """Hidden states `[sequences, length, hidden_size]`, and what goes with them behind, that
         go into the first layer.
 
         `token_ids`: `[sequences, length]` int64; the embedding is held as `scheme` says, a tied
-        one as the head is, unless a backend is named. Raises `SpecError` for ids beyond the
-        vocabulary and sequences longer than the model has positions for.
+        one as the head is, by its inputs, unless a backend is named. Raises `SpecError` for ids
+        beyond the vocabulary and sequences longer than the model has positions for.
         """
         self._check(token_ids)
         plan_frequencies(self._middle, token_ids.shape[1])
         first = self._part(_FIRST, range(0), self.compute.in_type(scheme.dtype))
-        round_embedding(first, self._checkpoint, scheme, self.compute)
+        round_embedding(first, self._checkpoint, scheme, self.compute, head_inputs)
         sent = self.config.hidden_size + numbers_of_layers(self.config)
         width = sent + self._shared.numbers
         hidden = torch.zeros(*token_ids.shape, width, dtype=self.compute.dtype, device="cpu")
@@ -183,11 +191,21 @@ class LayerStream:
         form = form_of(scheme or LayerScheme(), self.compute)
         return LayerLoad(module, f"{self.layers_name}.{index}", form, quantized=self.quantized)
 
-    def tail(self, scheme: LayerScheme = _PLAIN) -> Tail:
+    def head_inputs(self, hidden: Tensor) -> InputStatistics:
+        """What the LM head gets of `hidden` `[sequences, length, width]` after the last layer."""
+        found, last = RunningStatistics(), range(self.layers, self.layers)
+        norm = self._part(_LAST, last, self.compute, headless=True)
+        for rows in self._rows(hidden):
+            found.add(self.one_pass(norm, hidden[rows].to(self.compute.dtype)))
+        return found.result()
+
+    def tail(
+        self, scheme: LayerScheme = _PLAIN, head_inputs: InputStatistics | None = None
+    ) -> Tail:
         """Final norm and LM head, held as `scheme` says."""
         compute = self.compute.in_type(scheme.dtype)
         model = self._part(_LAST, range(self.layers, self.layers), compute)
-        round_head(model, self._checkpoint, scheme, compute)
+        round_head(model, self._checkpoint, scheme, compute, head_inputs)
         return Tail(self, model, compute)
 
     def through_layer(

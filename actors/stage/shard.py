@@ -91,7 +91,9 @@ def load_shard(
                 sum_over_ranks(model, shape.layer(index), load.module)
             prepack_linears(load.module, processor)
             return_freed_memory()
-        load_ends(model, spec, checkpoint, _head_form(spec, processor, device), vocabulary)
+        own_form = _head_form(spec, processor, device)
+        inputs = weighing[-1].of_head if spec.is_last and weighing[-1] else None
+        load_ends(model, spec, checkpoint, own_form, vocabulary, inputs)
     if spec.adapters:
         beside = StageAdapters(spec.adapters, spec.slots, spec.deterministic)
         beside.load(whole_shape, spec.layers, loads)

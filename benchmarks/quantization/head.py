@@ -1,11 +1,11 @@
-"""Embedding and LM head at 8 bit beside 16: bytes by planning, divergence and a step's time.
+"""Embedding and LM head at 6 and 8 bit beside 16: bytes by planning, divergence, a step's time.
 
     python -m benchmarks.quantization.head [--tokens 8192] [--passes 12]
 
 Bytes are those of one A100 or of one CPU with AVX-512, which hold all layers at 4 bit. Divergence
 is that from the 16-bit model, of SmolLM2 and the demo model (`benchmarks.quantization.models`), in
-float32, with the kernel of 8 bit on CPUs with VNNI. Steps are decode steps of SmolLM2 in bfloat16
-on one thread, with one stage of each kind in this process; both take turns, pass by pass.
+float32, with the kernels of CPUs with VNNI, weighed by what a stage measures by itself. Steps are decode steps of SmolLM2 in bfloat16
+on one thread, with one stage of each kind in this process; they take turns, pass by pass.
 """
 
 from __future__ import annotations
@@ -58,28 +58,32 @@ def byte_rows(model: Path) -> Iterator[str]:
         shape, on_cpu = model_shape(name), name == str(model)
         processor = Processor() if on_cpu else gpu
         found = [whole_bytes(shape, bits, processor, "bfloat16") for bits in HEAD_BITWIDTHS]
-        (layers, coded), (_, plain) = found
-        less = 1 - (layers + coded) / (layers + plain)
-        figures = [f"{each / MIB:,.0f}" for each in (layers, plain, coded)]
-        yield table_row(["SmolLM2" if on_cpu else name, *figures, f"{less:.0%}"])
+        layers, ends = found[0][0], [own for _, own in reversed(found)]
+        less = [f"{1 - (layers + own) / (layers + ends[0]):.0%}" for own in ends[1:]]
+        figures = [f"{each / MIB:,.0f}" for each in (layers, *ends)]
+        yield table_row(["SmolLM2" if on_cpu else name, *figures, *less])
 
 
 def divergence_rows(options: argparse.Namespace) -> Iterator[str]:
     for model in (smollm2(), DEMO):
         shape, windows = model_shape(str(model)), texts_for(model, options).held_out
         layers = shape.layers
-        full = LayerScheme(dtype=torch.float32)
-        ends = LayerScheme(8, dtype=torch.float32, planned_for=VNNI)
+        weighed, full = importance_of(model, shape), (FLOAT32,) * layers
         rows = LayerScheme(8, dtype=torch.float32, planned_for=Processor(instruction_sets=NONE))
-        eight = LayerScheme(8, dtype=torch.float32)
         subjects = [
-            Subject("16 bit", (full,) * layers, FLOAT32, FLOAT32),
-            Subject("embedding", (full,) * layers, ends, FLOAT32),
-            Subject("LM head", (full,) * layers, FLOAT32, ends),
-            Subject("both", (full,) * layers, ends, ends),
-            Subject("both, a scale a row and no more", (full,) * layers, rows, rows),
-            Subject("all layers", (eight,) * layers, FLOAT32, FLOAT32, importance_of(model, shape)),
+            Subject("16 bit", full, FLOAT32, FLOAT32),
+            Subject("8 bit, both, a scale a row and no more", full, rows, rows),
         ]
+        for bits in HEAD_BITWIDTHS[:-1]:
+            ends = LayerScheme(bits, dtype=torch.float32, planned_for=VNNI)
+            own = (LayerScheme(bits, dtype=torch.float32),) * layers
+            subjects += [
+                Subject(f"{bits} bit, embedding", full, ends, FLOAT32, weighed),
+                Subject(f"{bits} bit, LM head", full, FLOAT32, ends, weighed),
+                Subject(f"{bits} bit, both", full, ends, ends, weighed),
+                Subject(f"{bits} bit, both, all columns alike", full, ends, ends),
+                Subject(f"{bits} bit, all layers", own, FLOAT32, FLOAT32, weighed),
+            ]
         name = "demo model" if model == DEMO else "SmolLM2"
         for result in evaluate(Checkpoint(model), windows, subjects, CPU)[1:]:
             nats = f"{result.divergence:.5f} ± {result.divergence_error:.5f}"
@@ -125,19 +129,20 @@ class TimedStage:
 
 def step_rows(model: Path, passes: int) -> Iterator[str]:
     for bits in (16, 4):
-        both = {each: TimedStage(model, bits, each) for each in reversed(HEAD_BITWIDTHS)}
-        held = [f"{each.stage.stats().weight_bytes / MIB:.0f}" for each in both.values()]
-        loading = [f"{each.loading_s:.1f}" for each in both.values()]
-        yield table_row([bits, "MiB held", *held, ""])
-        yield table_row([bits, "s to load", *loading, ""])
+        stages = {each: TimedStage(model, bits, each) for each in reversed(HEAD_BITWIDTHS)}
+        held = [f"{each.stage.stats().weight_bytes / MIB:.0f}" for each in stages.values()]
+        loading = [f"{each.loading_s:.1f}" for each in stages.values()]
+        yield table_row([bits, "MiB held", *held, "", ""])
+        yield table_row([bits, "s to load", *loading, "", ""])
         for requests in REQUESTS:
-            found: dict[int, list[float]] = {each: [] for each in both}
+            found: dict[int, list[float]] = {each: [] for each in stages}
             for _ in range(passes):
-                for each, stage in both.items():
+                for each, stage in stages.items():
                     found[each].append(stage.step_s(requests))
-            plain, coded = (median(each) for each in found.values())
-            times = f"{1e3 * plain:.2f}", f"{1e3 * coded:.2f}", f"{plain / coded:.2f} times"
-            yield table_row([bits, f"ms a step of {requests}", *times])
+            plain, *coded = (median(each) for each in found.values())
+            times = [f"{1e3 * each:.2f}" for each in (plain, *coded)]
+            faster = [f"{plain / each:.2f} times" for each in coded]
+            yield table_row([bits, f"ms a step of {requests}", *times, *faster])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -155,12 +160,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{processor_name()}, 1 thread, torch {torch.__version__}")
     tables = {
         "bytes": (
-            "model | layers at 4 bit, MiB | ends at 16 | at 8 | less in all",
+            "model | layers at 4 bit, MiB | ends at 16 | at 8 | at 6 | less in all at 8 | at 6",
             byte_rows(model),
         ),
-        "divergence": ("model | at 8 bit | divergence, nats", divergence_rows(options)),
+        "divergence": ("model | what is rounded | divergence, nats", divergence_rows(options)),
         "steps": (
-            "layers' bits | what | head 16 | head 8 | faster",
+            "layers' bits | what | head 16 | head 8 | head 6 | 8 is faster | 6 is faster",
             step_rows(model, options.passes),
         ),
     }

@@ -64,6 +64,7 @@ def measure_indicators(
             rows[name].append(row)
         if progress is not None:
             progress(index + 1, stream.layers)
+    importance[-1] = importance[-1].with_head(stream.head_inputs(hidden))
     return {name: np.stack(parts, axis=1) for name, parts in rows.items()}, importance
 
 

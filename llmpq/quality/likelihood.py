@@ -114,14 +114,15 @@ def likelihoods(
     """
     found = [Likelihood(0.0, True)] * len(continuations)
     for groups in _passes(continuations):
-        hidden = [stream.embed(group.token_ids, subject.embedding) for group in groups]
+        first = subject.embedding, subject.head_inputs(subject.embedding)
+        hidden = [stream.embed(group.token_ids, *first) for group in groups]
         for index in range(stream.layers):
             importance = subject.importance_of(index)
             own = importance.layers[index] if importance is not None else None
             layer = stream.layer(index, hidden[0], subject.layers[index], own)
             for layer.hidden in hidden:
                 layer.advance()
-        tail = stream.tail(subject.head)
+        tail = stream.tail(subject.head, subject.head_inputs(subject.head))
         for group, states in zip(groups, hidden, strict=True):
             for number, likelihood in _of_group(stream, tail, group, states):
                 found[number] = likelihood

@@ -27,8 +27,8 @@ from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import LayerScheme
-from quant.rounding.importance import Importance
-from quant.scheme import FULL_BITS
+from quant.rounding.importance import Importance, InputStatistics
+from quant.scheme import FULL_BITS, WEIGHTED
 
 _LOGITS_AT_ONCE = 1 << 24
 """Logits worked on at once: 64 MB in float32, twice that for their logarithms, and twice that for
@@ -59,6 +59,12 @@ class Subject:
         """What it computes in; float32 stands for the type of the whole computation."""
         found = {scheme.dtype for scheme in (*self.layers, self.embedding, self.head)}
         return frozenset(dtype or torch.float32 for dtype in found)
+
+    def head_inputs(self, scheme: LayerScheme) -> InputStatistics | None:
+        """What an end of this `scheme` is rounded by, where it is by what the head gets."""
+        if self.importance is None or not scheme.rounds or scheme.rounding != WEIGHTED:
+            return None
+        return self.importance.layers[-1].of_head
 
     def importance_of(self, index: int) -> Importance | None:
         """What layer `index` is rounded by; None where nothing in it is rounded."""
@@ -111,6 +117,9 @@ def evaluate(
 _Form = tuple[LayerScheme, str | None]
 """The form of a layer, and the fingerprint of the importance that it is rounded by."""
 
+_End = tuple[LayerScheme, InputStatistics | None]
+"""The form of embedding or head, and what it is rounded by."""
+
 
 @dataclass
 class _Branch:
@@ -121,12 +130,12 @@ class _Branch:
 
 
 def _embedded(stream: LayerStream, token_ids: Tensor, subjects: Sequence[Subject]) -> list[_Branch]:
-    by_scheme: dict[LayerScheme, list[int]] = {}
+    alike: dict[_End, list[int]] = {}
     for member, subject in enumerate(subjects):
-        by_scheme.setdefault(subject.embedding, []).append(member)
+        scheme = subject.embedding
+        alike.setdefault((scheme, subject.head_inputs(scheme)), []).append(member)
     return [
-        _Branch(stream.embed(token_ids, scheme), tuple(members))
-        for scheme, members in by_scheme.items()
+        _Branch(stream.embed(token_ids, *end), tuple(members)) for end, members in alike.items()
     ]
 
 
@@ -192,16 +201,17 @@ def _outlets(
     stream: LayerStream, branches: Sequence[_Branch], subjects: Sequence[Subject]
 ) -> list[_Outlet]:
     """Every branch with each head that its subjects ask for."""
-    tails: dict[LayerScheme, Tail] = {}
+    tails: dict[_End, Tail] = {}
     found = []
     for branch in branches:
-        by_scheme: dict[LayerScheme, list[int]] = {}
+        alike: dict[_End, list[int]] = {}
         for member in branch.members:
-            by_scheme.setdefault(subjects[member].head, []).append(member)
-        for scheme, members in by_scheme.items():
-            if scheme not in tails:
-                tails[scheme] = stream.tail(scheme)
-            found.append(_Outlet(branch.hidden, tails[scheme], tuple(members)))
+            scheme = subjects[member].head
+            alike.setdefault((scheme, subjects[member].head_inputs(scheme)), []).append(member)
+        for end, members in alike.items():
+            if end not in tails:
+                tails[end] = stream.tail(*end)
+            found.append(_Outlet(branch.hidden, tails[end], tuple(members)))
     return found
 
 

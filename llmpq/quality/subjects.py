@@ -42,7 +42,7 @@ from quant.loading.cache_settings import cache_settings
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.rounding.importance import load_importance
 from quant.rounding.importance_store import ImportanceStore
-from quant.scheme import FULL_BITS, GPTQ, ROUNDINGS, WEIGHTED, Processor
+from quant.scheme import FULL_BITS, GPTQ, NEAREST, ROUNDINGS, WEIGHTED, Processor
 
 
 def weighed(
@@ -65,7 +65,9 @@ def weighed(
             f"{subject.name} is calibrated before a run; make its checkpoint with llmpq quantize "
             "and pass that folder as --model"
         )
-    if not any(_needs(scheme, shape.layer(i)) for i, scheme in enumerate(subject.layers)):
+    needs = [_needs(scheme, shape.layer(i)) for i, scheme in enumerate(subject.layers)]
+    ends = subject.embedding, subject.head
+    if not any((*needs, *(each.rounds and each.rounding == WEIGHTED for each in ends))):
         return subject
     cache = cache_settings(options.cache_dir, None, False)
     if plan is not None:
@@ -147,6 +149,7 @@ def plan_subject(plan: PlanSpec, name: str, device: torch.device, dtype: str) ->
         for each in stage.choices
     ]
     head = 0 if plan.head_on_first else len(kept) - 1
+    is_weighed = head == len(kept) - 1  # by what the last stage has measured
     embedding, held = (
         LayerScheme(
             plan.head_bits,
@@ -154,6 +157,7 @@ def plan_subject(plan: PlanSpec, name: str, device: torch.device, dtype: str) ->
             kept[place],
             _planned_processor(plan.stages[place]),
             plan.stages[place].dtype,
+            plan.rounding if is_weighed else NEAREST,
         )
         for place in (0, head)
     )

@@ -233,8 +233,8 @@ class PlanSpec(Saved):
         """Whether weights, or keys at 8 bit, are rounded by importance; not codes that are kept."""
         if self.stand_in is not None:  # a small model at 16 bit computes
             return False
-        rounds = self.rounding == WEIGHTED and bool(self.rounded_layers(shape))
-        return rounds or self.kv_bits != FULL_BITS
+        rounded = bool(self.rounded_layers(shape)) or self.head_bits != FULL_BITS
+        return (self.rounding == WEIGHTED and rounded) or self.kv_bits != FULL_BITS
 
     def rounded_layers(self, shape: ModelShape) -> list[int]:
         """The layers of which a run rounds weights; those of others are kept as they are stored."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -49,6 +49,10 @@ class InputStatistics:
         return InputStatistics(self.mean_square[part], self.largest[part])
 
 
+HEAD = "lm_head"
+"""The name of the LM head among the linears of the last layer."""
+
+
 @dataclass(frozen=True, eq=False)
 class LayerImportance:
     """`inputs` by the linear's name; linears of one input share an object. `keys`: the largest
@@ -57,6 +61,14 @@ class LayerImportance:
 
     inputs: Mapping[str, InputStatistics]
     keys: Tensor
+
+    def with_head(self, head: InputStatistics) -> LayerImportance:
+        """As that of the last layer, beside which what its norm gives to the LM head is kept."""
+        return replace(self, inputs={**self.inputs, HEAD: head})
+
+    @property
+    def of_head(self) -> InputStatistics | None:
+        return self.inputs.get(HEAD)
 
 
 class RunningStatistics:

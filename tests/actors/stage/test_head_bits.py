@@ -21,6 +21,8 @@ from planner.model.tensor_parallel import shape_of_ranks
 from quant.backends.kernel_classes import BACKENDS
 from quant.devices import local_processor
 from quant.loading.emulated_kernels import LayerScheme
+from quant.rounding.importance import HEAD, InputStatistics, LayerImportance
+from quant.rounding.ways import Rounding
 from quant.scheme import HEAD_BITWIDTHS, Processor
 from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, SHARED_CONFIGS
 from tests.actors.models import generate, random_prompts, references, save_tiny, specs_of
@@ -147,15 +149,28 @@ def test_ranks_hold_rows_of_both_ends(name: str, bits: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("name", "bits"), [("llama", 6), ("llama-tied", 6), ("gemma3", 8)])
 def test_evaluation_rounds_ends_as_stages_do(name: str, bits: int, tmp_path: Path) -> None:
-    model = with_coded_ends(save_tiny(tmp_path, ALL[name]), bits)
+    model = save_tiny(tmp_path, ALL[name])
+    whole = model_shape(tmp_path)
+    inputs = InputStatistics(torch.rand(whole.hidden_size) ** 4, torch.ones(whole.hidden_size))
+    ends = model.get_input_embeddings(), model.lm_head
+    plain, weighed = (
+        BACKENDS[f"torch_{bits}bit"].represent(end.weight.data, Rounding(inputs=by))
+        for end, by in zip(ends, (inputs if whole.tied_embeddings else None, inputs), strict=True)
+    )
+    ends[0].weight.data, ends[1].weight.data = plain, weighed
     token_ids = torch.tensor(random_prompts((9, 9)))
-    ends = LayerScheme(bits, planned_for=PLAIN)
+    scheme = LayerScheme(bits, planned_for=PLAIN)
     stream = LayerStream(tmp_path, replace(compute_on(CPU, torch.float32), processor=PLAIN))
-    hidden = stream.embed(token_ids, ends)
+    hidden = stream.embed(token_ids, scheme, inputs)
     with torch.inference_mode():
         wanted = model.get_input_embeddings()(token_ids)
         torch.testing.assert_close(hidden[..., : wanted.shape[-1]], wanted, rtol=1e-6, atol=1e-6)
         *_, last = stream_layers(stream, token_ids)
-        tail = stream.tail(ends)
+        tail = stream.tail(scheme, inputs)
         normed = tail.normed(last.hidden)
         torch.testing.assert_close(tail.logits(normed), model.lm_head(normed), rtol=1e-5, atol=1e-5)
+    layer = LayerImportance({HEAD: inputs}, torch.ones(whole.kv_heads, whole.head_dim))
+    (spec,) = specs_of((0, LAYERS), 1, 16, head_bits=bits)
+    stage = Stage(spec, tmp_path, CPU, PLAIN, importance=[layer] * LAYERS)
+    found = stage._model.get_output_embeddings().packed.rows(torch.arange(9))
+    torch.testing.assert_close(found, model.lm_head.weight.data[:9], rtol=1e-6, atol=1e-6)

@@ -21,7 +21,7 @@ from actors.sample_text import MOST_SEQUENCES, PASSAGES, SEQUENCE_TOKENS, sample
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
 from quant.common.errors import CheckpointError
-from quant.rounding.importance import LayerImportance
+from quant.rounding.importance import HEAD, LayerImportance
 from quant.scheme import Processor
 from tests.actors.configs import CONFIGS, LAYERS, SHARED_CONFIGS, VOCABULARY
 from tests.actors.models import save_tiny
@@ -68,6 +68,8 @@ def test_statistics_are_those_of_transformers_own_forward(family: str, tmp_path:
     seen, cache = inputs_in_float64(model, token_ids)
     for index, layer in enumerate(measured(tmp_path, (0, LAYERS))):
         stack = {name: x for name, x in seen.items() if f".{index}." in name}
+        if index == LAYERS - 1:
+            stack[f".{index}.{HEAD}"] = seen["lm_head"]
         assert len(layer.inputs) == len(stack)
         for name, own in layer.inputs.items():
             (x,) = (x for full, x in stack.items() if full.endswith(f".{index}.{name}"))

@@ -247,8 +247,7 @@ def test_error_is_what_layers_alone_diverge(tmp_path: Path) -> None:
         linear.register_forward_pre_hook(
             lambda module, inputs: seen.__setitem__(module, inputs[0].flatten(0, -2).double())
         )
-        for layer in layers_of(model)
-        for linear in layer.modules()
+        for linear in model.modules()
         if isinstance(linear, nn.Linear)
     ]
     full = log_probabilities(model, token_ids)
@@ -280,9 +279,11 @@ def test_error_is_what_layers_alone_diverge(tmp_path: Path) -> None:
         assert alone[2] - 1e-7 < row[2] < row[1]
         assert row[3] == 0
     ends = [(end, end.weight.data) for end in (model.get_input_embeddings(), model.lm_head)]
+    mean_square = seen[model.lm_head].square().mean(0).float()
+    weighed = Rounding(inputs=InputStatistics(mean_square, mean_square.sqrt()))
     for bits in (6, 8):
-        for end, weight in ends:
-            end.weight.data = dequantize(quantize(weight, bits))
+        for (end, weight), rounding in zip(ends, (Rounding(), weighed), strict=True):
+            end.weight.data = dequantize(quantize(weight, bits, None, rounding))
         apart = full - log_probabilities(model, token_ids)
         lost = float((full.exp() * apart).sum(-1).mean())
         assert content["head"][str(bits)] == pytest.approx(lost, rel=2e-2)
