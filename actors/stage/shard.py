@@ -92,7 +92,8 @@ def load_shard(
             prepack_linears(load.module, processor)
             return_freed_memory()
         own_form = _head_form(spec, processor, device)
-        inputs = weighing[-1].of_head if spec.is_last and weighing[-1] else None
+        last = weighing[-1] if spec.is_last and weighing else None
+        inputs = None if last is None else last.of_head
         load_ends(model, spec, checkpoint, own_form, vocabulary, inputs)
     if spec.adapters:
         beside = StageAdapters(spec.adapters, spec.slots, spec.deterministic)

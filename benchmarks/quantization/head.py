@@ -4,8 +4,9 @@
 
 Bytes are those of one A100 or of one CPU with AVX-512, which hold all layers at 4 bit. Divergence
 is that from the 16-bit model, of SmolLM2 and the demo model (`benchmarks.quantization.models`), in
-float32, with the kernels of CPUs with VNNI, weighed by what a stage measures by itself. Steps are decode steps of SmolLM2 in bfloat16
-on one thread, with one stage of each kind in this process; they take turns, pass by pass.
+float32, with the kernels of CPUs with VNNI, weighed by what a stage measures by itself. Steps are
+decode steps of SmolLM2 in bfloat16 on one thread, with one stage of each kind in this process; they
+take turns, pass by pass.
 """
 
 from __future__ import annotations
