@@ -17,8 +17,9 @@ FULL_BITS = 16
 """
 
 NEAR_FULL_BITS = 8
-"""Layers of at least so many bits are near 16 bit: +0.07 of 26.2 and +0.016 of 44.1 in perplexity,
-within the error of the texts (docs/quantization.md). Plans keep to them where nothing is said.
+"""Layers of at least so many bits are near 16 bit: +0.04 of 19.8 and nothing of 32.1 in perplexity,
+with weights alone +0.04 of 23.0 (docs/measurements/quantization.md). Plans keep to them where
+nothing is said.
 """
 
 AFFINE_BITS = (3, 4, 5, 6)

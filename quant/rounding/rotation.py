@@ -117,15 +117,6 @@ def rotated_weight(weight: Tensor, factor: Tensor) -> Tensor:
     return rotate(weight.float() * (_SHRINK**2 / factor))
 
 
-def rotated_statistics(inputs: InputStatistics, factor: Tensor) -> InputStatistics:
-    """Statistics after `factor` and rotation if features do not correlate; `largest` is a bound."""
-    factor = factor.to(inputs.mean_square.device)
-    lanes = (LANES, -1)
-    mean_square = (inputs.mean_square * factor.square()).view(lanes).sum(0)
-    largest = (inputs.largest * factor).view(lanes).sum(0)
-    return InputStatistics(mean_square.repeat(LANES), largest.repeat(LANES))
-
-
 LIMIT = 127
 MIDDLE = 128
 _LEAST_MAXIMUM = 1e-30
@@ -225,12 +216,10 @@ class RotatedCodes:
         """Round `weight` `[out, in]`, `in` a multiple of 64, on `device`; CheckpointError unless
         finite.
         """
-        inputs = rounding.inputs
-        factor = input_factor(weight, inputs, device)
-        rotated = None if inputs is None else rotated_statistics(inputs, factor)
+        factor = input_factor(weight, rounding.inputs, device)
 
         def quantized(block: slice, rows: Tensor) -> CanonicalWeight:
-            own = Rounding(rounding.mode, rounding.seed + block.start, rotated)
+            own = Rounding(rounding.mode, rounding.seed + block.start)
             return quantize(rotated_weight(rows, factor), 8, rounding=own)
 
         return cls._of_blocks(weight, quantized, factor)
