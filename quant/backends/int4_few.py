@@ -1,10 +1,12 @@
-"""Products of a few tokens with codes of 3 to 6 bit and narrow scales, compiled, in the blocks of
-64 rows of torch's int4 kernel: that one would need scales of 32 bit, and codes of 4.
+"""Products of a few tokens with codes of 3 to 6 bit and scales of bytes, compiled, in the blocks
+of 64 rows of torch's int4 kernel: that one would need scales of 32 bit, and codes of 4.
 
 Codes of a group are multiplied as they are, and its scale and zero once, each for a row without the
 row's power of two (`quant.narrow`):
 
     f * sum over groups of (s * (sum of x * code - half * sum of x) + zero * sum of x)
+
+Super-blocks have no such power, and what code 0 stands for in place of the zero.
 
 Where the CPU multiplies pairs of bfloat16 numbers, a code becomes one by standing in the mantissa
 of 128 + code, and 128 is subtracted with `half`.
@@ -19,11 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from quant.backends.int4_vectors import QUARTERS, RUNS, run_added
+from quant.backends.base import form_of
+from quant.backends.int4_vectors import QUARTERS, RUNS, columns_of_run, run_added
 from quant.backends.upper_bits import BLOCK_ROWS, HALF_ROWS, UPPER_BYTES
 from quant.devices import emulates, local_processor
 from quant.numba_loops import compiled_loop, prefetching, torch_threads
-from quant.scheme import NARROW_GROUP
+from quant.scheme import NARROW_GROUP, ScaleForm
 
 AT_ONCE = (1, 2, 4, 8)
 """Tokens whose sums are in registers: of eight, those of half of the rows at a time."""
@@ -65,20 +68,20 @@ def multiply(
     bits: int, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     """Multiply bfloat16 `x` `[tokens, in]` with a weight of whole blocks: `packed` and `scales` as
-    `quant.backends.int4pack` holds them, narrow.
+    `quant.backends.int4pack` holds them, of bytes.
     """
-    tokens, pairs = len(x), multiplies_pairs()
+    tokens, pairs, form = len(x), multiplies_pairs(), form_of(scales)
     at_once = next((each for each in AT_ONCE if tokens <= each), AT_ONCE[-1])
     if tokens % at_once:
         x = torch.cat((x, x.new_zeros(-tokens % at_once, x.shape[1])))
     own = x.float()
-    sums = own.view(len(x), -1, RUNS[bits]).sum(-1)
+    sums = own.view(len(x), -1, columns_of_run(bits, form)).sum(-1)
     asked = (_together(each, at_once) for each in (x.view(torch.float32) if pairs else own, sums))
     codes = packed.view(-1, HALF_ROWS).numpy()
     held = scales.view(torch.int16).squeeze(-1).numpy().view(np.uint16)
     out = torch.empty(len(x), len(packed))
     parallel = torch.get_num_threads() > 1
-    loop = _product(bits, at_once, pairs, parallel)
+    loop = _product(bits, at_once, pairs, parallel, form)
     with torch_threads() if parallel else nullcontext():
         loop(*asked, codes, held, out.numpy())
     return out[:tokens].to(x.dtype)
@@ -90,26 +93,30 @@ def _together(rows: torch.Tensor, count: int) -> Any:
 
 
 @functools.cache
-def _product(bits: int, tokens: int, pairs: bool, parallel: bool) -> Any:
+def _product(bits: int, tokens: int, pairs: bool, parallel: bool, form: ScaleForm) -> Any:
     import numba
 
-    run, parts, upper = RUNS[bits], _PARTS[bits], UPPER_BYTES[bits]
-    plain, carried = (run_added(bits, tokens, pairs, last) for last in (False, True))
+    run, parts, upper = columns_of_run(bits, form), _PARTS[bits], UPPER_BYTES[bits]
+    plain, carried = (run_added(bits, tokens, pairs, last, form) for last in (False, True))
     exponent, ask = np.uint32(23), _asking(run, upper)
+    has_powers = form is ScaleForm.NARROW
 
     def add_block(x: Any, of_runs: Any, codes: Any, scales: Any, total: Any, at: Any) -> None:
         row, top, size, is_first = at
         columns = run * len(of_runs) // parts
+        heads = len(scales) - parts * columns // NARROW_GROUP
         for begin in range(0, columns, run):
             for part in range(parts):
                 first = part * columns + begin
                 if is_first:
-                    ask(codes, scales, (row, size, columns), (part, begin), top)
+                    ask(codes, scales, (row, size, columns), (part, begin), (heads, top))
                 if part < QUARTERS - 1:
                     behind = row + columns + begin * upper // HALF_ROWS
-                    plain(x, of_runs, codes, scales, total, (row + first, behind, first, top))
+                    own = row + first, behind, first, top, heads
+                    plain(x, of_runs, codes, scales, total, own)
                 else:
-                    carried(x, of_runs, codes, scales, total, (row + begin, columns, first, top))
+                    own = row + begin, columns, first, top, heads
+                    carried(x, of_runs, codes, scales, total, own)
 
     add = compiled_loop(add_block, parallel=False)
 
@@ -125,6 +132,8 @@ def _product(bits: int, tokens: int, pairs: bool, parallel: bool) -> Any:
                 for i in range(BLOCK_ROWS):
                     word = np.uint32(scales[0, top + i])
                     power = np.uint32(word << exponent).view(np.float32)
+                    if not has_powers:
+                        power = np.float32(1)
                     for token in range(tokens):
                         out[several * tokens + token, top + i] = total[token, i] * power
 
@@ -137,8 +146,8 @@ def _asking(run: int, upper: int) -> Any:
     """
     fetch = prefetching()
 
-    def ask(codes: Any, scales: Any, block: Any, place: Any, top: int) -> None:
-        (row, size, columns), (part, begin) = block, place
+    def ask(codes: Any, scales: Any, block: Any, place: Any, held: Any) -> None:
+        (row, size, columns), (part, begin), (heads, top) = block, place, held
         soon, more = begin + _AHEAD, 0
         if soon >= columns:
             soon, more = soon - columns, size
@@ -148,7 +157,7 @@ def _asking(run: int, upper: int) -> Any:
         behind = row + more + columns + soon * upper // HALF_ROWS
         for line in range(0, run * upper // HALF_ROWS, 64 // HALF_ROWS):
             fetch(codes, behind + line, 0)
-        group = (part * columns + begin) // NARROW_GROUP + 1
+        group = (part * columns + begin) // NARROW_GROUP + heads
         for line in range(BLOCK_ROWS, 2 * BLOCK_ROWS, 64 // 2):
             fetch(scales, group, top + line)
 

@@ -18,13 +18,19 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from quant.backends.base import ThreadWords, read_scales
+from quant.backends.base import ThreadWords, form_of, read_scales
 from quant.backends.int4_vectors import DECODED, columns_decoded
-from quant.backends.upper_bits import BLOCK_ROWS, HALF_ROWS, UPPER_BYTES
+from quant.backends.upper_bits import (
+    BLOCK_ROWS,
+    HALF_ROWS,
+    UPPER_BYTES,
+    steps_of_pairs,
+    steps_of_super_blocks,
+)
 from quant.devices import ranges, row_blocks
 from quant.narrow import MIDDLE_ZERO, zero_steps
 from quant.numba_loops import compiled_loop, has_numba, torch_threads
-from quant.scheme import NARROW_GROUP
+from quant.scheme import NARROW_GROUP, ScaleForm
 
 _BITS, _MIDDLE = 4, 8
 """Of the kernel, and the code whose value the kernel takes to be zero."""
@@ -130,20 +136,22 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_scales(held: torch.Tensor) -> torch.Tensor:
-    """Turn scales and zeros as `held_scales` has them to `[groups, rows, 2]`: narrow ones, rows'
-    exponents in front, or bfloat16, by which GPTQ's float16 loses three bits of eleven.
+    """Turn scales and zeros as `held_scales` has them to `[groups, rows, 2]`: those of bytes, what
+    rows and blocks have in front, or bfloat16, by which GPTQ's float16 loses three bits of eleven.
     """
     turned = held.transpose(0, 1)
-    return (turned if held.dtype == torch.uint8 else turned.to(torch.bfloat16)).contiguous()
+    is_pairs = form_of(held) is ScaleForm.PAIRS
+    return (turned.to(torch.bfloat16) if is_pairs else turned).contiguous()
 
 
 def kernel_scales(
     packed: torch.Tensor, block: slice, code_step: int = 1, bits: int = _BITS
 ) -> torch.Tensor:
     """Restore for a block of rows what the kernel takes, bfloat16 `[groups, rows, 2]`, until the
-    next call of this thread. Narrow scales are of codes that have been multiplied by `code_step`.
+    next call of this thread. Narrow scales are of codes that have been multiplied by `code_step`;
+    those of super-blocks stay as they are.
     """
-    if packed.dtype != torch.uint8:
+    if form_of(packed) is not ScaleForm.NARROW:
         return packed[:, block].contiguous()
     groups, rows = len(packed) - 1, packed.shape[1]
     count = len(range(*block.indices(rows)))
@@ -248,39 +256,33 @@ def _turned(
     weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor, group: int, bits: int
 ) -> torch.Tensor:
     """Decode to `weight` `[in, rows]`, the same bits as `_Decoder`'s."""
-    words = scale_zero.view(torch.int32).squeeze(-1).numpy().view(np.uint32)
+    form = form_of(scale_zero)
+    kinds = (torch.int32, np.uint32) if form is ScaleForm.PAIRS else (torch.int16, np.uint16)
+    words = scale_zero.view(kinds[0]).squeeze(-1).numpy().view(kinds[1])
     codes = blob.view(-1, HALF_ROWS).numpy()
     with torch_threads():
-        loop = _decoding(torch.get_num_threads() > 1, bits)
+        loop = _decoding(torch.get_num_threads() > 1, bits, form)
         loop(codes, words, group, weight.view(torch.uint16).numpy())
     return weight
 
 
 @functools.cache
-def _decoding(parallel: bool, bits: int) -> Any:
+def _decoding(parallel: bool, bits: int, form: ScaleForm) -> Any:
     """Compile the loop, whose vectors are the rows of a block, as they lie in a column: three to
     eight times as fast as torch's passes, of which one turns the codes.
     """
     import numba
 
-    half, upper, middle = np.uint32(16), np.uint32(0xFFFF0000), np.float32(1 << (bits - 1))
-    behind = UPPER_BYTES[bits]
-
-    def restore(both: Any, steps: Any, zeros: Any) -> None:
-        for row in range(BLOCK_ROWS):
-            step = np.uint32(both[row] << half).view(np.float32)
-            zero = np.uint32(both[row] & upper).view(np.float32)
-            steps[row], zeros[row] = step, zero - middle * step
-
-    prepare, fill = compiled_loop(restore, parallel=False, exact=True), columns_decoded(bits)
+    behind, fill = UPPER_BYTES[bits], columns_decoded(bits)
+    prepare = steps_of_pairs(bits) if form is ScaleForm.PAIRS else steps_of_super_blocks(bits)
 
     def decode(codes: Any, words: Any, group: int, weight: Any) -> None:
         columns, blocks = weight.shape[0], weight.shape[1] // BLOCK_ROWS
         for block in numba.prange(blocks):
             top, row = BLOCK_ROWS * block, len(codes) // blocks * block
             steps, zeros = np.empty(BLOCK_ROWS, np.float32), np.empty(BLOCK_ROWS, np.float32)
-            for place in range(len(words)):
-                prepare(words[place, top : top + BLOCK_ROWS], steps, zeros)
+            for place in range((columns + group - 1) // group):
+                prepare(words[:, top : top + BLOCK_ROWS], place, columns, steps, zeros)
                 for column in range(place * group, min((place + 1) * group, columns), DECODED):
                     more = row + columns + column * behind // HALF_ROWS
                     fill(steps, zeros, codes, weight, (row + column, more, column, top))

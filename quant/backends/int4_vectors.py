@@ -7,7 +7,7 @@ from typing import Any
 
 from quant.backends.upper_bits import HALF_ROWS, UPPER_BYTES
 from quant.narrow import MIDDLE_ZERO, zero_steps
-from quant.scheme import NARROW_GROUP
+from quant.scheme import NARROW_GROUP, SUPER_BLOCK, ScaleForm
 
 _LANES, _NIBBLE = 16, 4
 _ROWS_OF_WORDS = (0, 32, 16, 48)
@@ -35,11 +35,17 @@ _Codes = Callable[[Any, Any], tuple[Any, int, int]]
 far the codes have to be moved down, and their mask."""
 
 
-def run_added(bits: int, tokens: int, pairs: bool, carried: bool) -> Any:
+def columns_of_run(bits: int, form: ScaleForm) -> int:
+    """Columns of a run, of which none has two scales."""
+    return RUNS[bits] // 2 if form is ScaleForm.SUPER_BLOCKS and bits == 6 else RUNS[bits]
+
+
+def run_added(bits: int, tokens: int, pairs: bool, carried: bool, form: ScaleForm) -> Any:
     """Compile the products with a run of columns, added to `total` `[tokens, 64]`: of `x` `[in,
     tokens]`, or `[in / 2, tokens]` of pairs, from `column` on, whose codes lie from `row` of
     `codes` on and upper bits from the next place on, or in parts so far `apart`, and with the
-    scales of rows from `top` on. It is written out in vectors: numba would keep sums in memory.
+    scales of rows from `top` on, which stand behind so many `heads`. It is written out in vectors:
+    numba would keep sums in memory.
     """
     from numba.core import cgutils, types
     from numba.extending import intrinsic
@@ -50,17 +56,17 @@ def run_added(bits: int, tokens: int, pairs: bool, carried: bool) -> Any:
     together = ((0, 1),) if tokens <= _ALL_ROWS else ((0,), (1,))
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vectors = Vectors(context, builder, signature.args, arguments, pairs)
-        place = unpack_tuple(builder, arguments[5], 4)
+        vectors = Vectors(context, builder, signature.args, arguments, pairs, form)
+        *place, heads = unpack_tuple(builder, arguments[5], 5)
         for halves in together:
             sums = vectors.sums(place, (tokens, bits), halves, codes_of)
-            vectors.add_groups(place, bits, halves, sums)
+            vectors.add_groups(place, heads, bits, halves, sums)
         return context.get_dummy_value()
 
     unpack_tuple: Any = cgutils.unpack_tuple  # without annotations
     return intrinsic(
         lambda context, x, of_runs, codes, scales, total, at: (
-            kinds.void(x, of_runs, codes, scales, total, kinds.UniTuple(kinds.int64, 4)),
+            kinds.void(x, of_runs, codes, scales, total, kinds.UniTuple(kinds.int64, 5)),
             code,
         )
     )
@@ -93,9 +99,18 @@ def columns_decoded(bits: int) -> Any:
 class Vectors:
     """Instructions with vectors of 16 numbers, for the arguments of the functions above."""
 
-    def __init__(self, context: Any, builder: Any, kinds: Any, arguments: Any, pairs: bool) -> None:
+    def __init__(
+        self,
+        context: Any,
+        builder: Any,
+        kinds: Any,
+        arguments: Any,
+        pairs: bool,
+        form: ScaleForm = ScaleForm.PAIRS,
+    ) -> None:
         from llvmlite import ir
 
+        self._form, self._half, self._bit = form, ir.HalfType(), ir.IntType(1)
         self._context, self._builder = context, builder
         self._kinds, self._arguments = kinds, arguments
         self._step = 2 if pairs else 1
@@ -120,7 +135,7 @@ class Vectors:
         bytes_ = self._vector(self._number, HALF_ROWS * self._step // 4)
         held = [self._pointer(bytes_, 2, first, self._long(0)) for first in begins]
         sums = [[self._all_of(self._lanes, 0.0)] * (2 * len(halves)) for _ in range(tokens)]
-        for at in range(RUNS[bits] // self._step):
+        for at in range(columns_of_run(bits, self._form) // self._step):
 
             def load(part: int, at: int = at) -> Any:
                 return builder.load(builder.gep(held[part], [self._number(at)]), align=1)
@@ -234,18 +249,22 @@ class Vectors:
         )  # fmt: skip
 
     def add_groups(
-        self, place: Any, bits: int, halves: tuple[int, ...], sums: list[list[Any]]
+        self, place: Any, heads: Any, bits: int, halves: tuple[int, ...], sums: list[list[Any]]
     ) -> None:
         """Add to the total what `sums` are under scale and zero of their rows."""
         builder, (_, _, column, top) = self._builder, place
-        group = builder.add(builder.udiv(column, self._long(NARROW_GROUP)), self._long(1))
-        run = builder.udiv(column, self._long(RUNS[bits]))
+        group = builder.add(builder.udiv(column, self._long(NARROW_GROUP)), heads)
+        run = builder.udiv(column, self._long(columns_of_run(bits, self._form)))
         of_run = [self._spread(self._place(1, run, self._long(t))) for t in range(len(sums))]
-        offset = (1 << (bits - 1)) + (0 if self._step == 1 else _BIAS)
+        bias = 0 if self._step == 1 else _BIAS
         for number, low in enumerate(_ROWS_OF_WORDS[2 * halves[0] :][: len(sums[0])]):
             first = self._long(low)
             rows = builder.add(top, first)
-            scale, zero = self._scale_and_zero(group, rows, offset, zero_steps(bits))
+            if self._form is ScaleForm.NARROW:
+                half = 1 << (bits - 1)
+                scale, zero = self._scale_and_zero(group, rows, half + bias, zero_steps(bits))
+            else:
+                scale, zero = self._of_super_block(column, group, rows, bits, bias)
             for token, own in enumerate(sums):
                 out = self._pointer(self._lanes, 4, self._long(token), first)
                 added = self._plus(builder.load(out, align=4), scale, own[number])
@@ -254,8 +273,7 @@ class Vectors:
     def _scale_and_zero(self, group: Any, rows: Any, half: int, parts: int) -> tuple[Any, Any]:
         """Of 16 rows, without their powers of two; the zero is that of code -`half`."""
         builder, lanes, whole = self._builder, self._lanes, self._whole
-        narrow = self._pointer(self._vector(self._short, 16), 3, group, rows)
-        both = builder.zext(builder.load(narrow, align=2), whole)
+        both = builder.zext(self._shorts(group, rows), whole)
         scale = builder.sitofp(builder.and_(both, self._all_of(whole, 255)), lanes)
         steps = builder.sitofp(builder.lshr(both, self._all_of(whole, 8)), lanes)
         steps = builder.fmul(steps, self._all_of(lanes, 1 / parts))
@@ -263,6 +281,42 @@ class Vectors:
         zero = builder.bitcast(builder.fmul(steps, scale), whole)
         zero = builder.bitcast(builder.and_(zero, self._all_of(whole, 0xFFFF0000)), lanes)
         return scale, self._plus(zero, scale, self._all_of(lanes, -float(half)))
+
+    def _of_super_block(
+        self, column: Any, group: Any, rows: Any, bits: int, bias: int
+    ) -> tuple[Any, Any]:
+        """Of 16 rows, the scale and the value of code -`bias`."""
+        builder, lanes, whole = self._builder, self._lanes, self._whole
+        block = builder.udiv(column, self._long(SUPER_BLOCK))
+        both = self._shorts(group, rows)
+        if bits == 6:
+            byte = self._all_of(both.type, 8)
+            is_second = builder.trunc(builder.lshr(column, self._long(4)), self._bit)
+            lower = builder.select(is_second, both, builder.shl(both, byte))
+            both = builder.ashr(lower, byte)
+            factor = builder.sitofp(builder.sext(both, whole), lanes)
+            scale = builder.fmul(self._halves(block, rows), factor)
+            return scale, builder.fmul(scale, self._all_of(lanes, -float(32 + bias)))
+        first, words = builder.mul(block, self._long(2)), builder.zext(both, whole)
+        byte, eight = self._all_of(whole, 255), self._all_of(whole, 8)
+        factors = builder.and_(words, byte), builder.lshr(words, eight)
+        heads = self._halves(first, rows), self._halves(builder.add(first, self._long(1)), rows)
+        scale, low = (
+            builder.fmul(head, builder.sitofp(factor, lanes))
+            for head, factor in zip(heads, factors, strict=True)
+        )
+        low = builder.fneg(low)
+        return scale, self._plus(low, scale, self._all_of(lanes, -float(bias))) if bias else low
+
+    def _shorts(self, *at: Any) -> Any:
+        """Pairs of bytes of 16 rows."""
+        held = self._pointer(self._vector(self._short, _LANES), 3, *at)
+        return self._builder.load(held, align=2)
+
+    def _halves(self, *at: Any) -> Any:
+        """Numbers of float16 of 16 rows."""
+        held = self._builder.bitcast(self._shorts(*at), self._vector(self._half, _LANES))
+        return self._builder.fpext(held, self._lanes)
 
     def _all_of(self, kind: Any, value: float) -> Any:
         return self._constant(kind, [value] * 16)

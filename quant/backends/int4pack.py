@@ -15,6 +15,7 @@ from quant.backends.base import (
     CanonicalPacked,
     ThreadWords,
     decode_held,
+    form_of,
     held_scales,
     read_scales,
 )
@@ -44,7 +45,7 @@ from quant.backends.upper_bits import (
 from quant.common.errors import SpecError
 from quant.devices import emulates, ranges, row_blocks
 from quant.rounding.canonical import CanonicalWeight, decode
-from quant.scheme import NARROW_GROUP
+from quant.scheme import NARROW_GROUP, ScaleForm
 
 
 def _restored(
@@ -65,14 +66,37 @@ def _scales_on(
 
 @dataclass(frozen=True)
 class _Blocks(CanonicalPacked):
+    """Scales of super-blocks stand beside blocks of our own, which torch's kernel does not know:
+    `packed` as `pack_blocks`.
+    """
+
     packed: torch.Tensor
     scales: torch.Tensor
     group: int
+
+    @classmethod
+    def _in_blocks(cls, canonical: CanonicalWeight) -> Self:
+        rows, columns = canonical.codes.shape
+        if rows % BLOCK_ROWS or columns % NARROW_GROUP:
+            raise SpecError(
+                f"int{cls.bits}pack takes multiples of {BLOCK_ROWS} output and {NARROW_GROUP} "
+                f"input features, not {rows} and {columns}; use backend torch_{cls.bits}bit"
+            )
+        is_layout = cls.bits == Int4Pack.bits and layout_is_known()
+        codes = canonical.codes
+        packed = pack_weight(codes) if is_layout else pack_blocks(codes, cls.bits)
+        return cls(packed, pack_scales(held_scales(canonical)), canonical.group)
+
+    @property
+    def _has_super_blocks(self) -> bool:
+        return form_of(self.scales) is ScaleForm.SUPER_BLOCKS
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
         if self._is_compiled(tokens):
             out = int4_few.multiply(self.bits, tokens, self.packed, self.scales)
+        elif self._has_super_blocks:
+            out = self._multiply_blocks(tokens)
         elif is_many(tokens, len(self.packed)):
             out = self._multiply_many(tokens)
         else:
@@ -80,14 +104,15 @@ class _Blocks(CanonicalPacked):
         return out.view(*x.shape[:-1], len(self.packed))
 
     def _is_compiled(self, x: torch.Tensor) -> bool:
-        is_narrow = self.scales.dtype == torch.uint8 and self._is_known
-        worth_it = is_narrow and is_compiled(x.shape[1] * len(self.packed))
+        is_taken = form_of(self.scales) is not ScaleForm.PAIRS and self._is_known
+        worth_it = is_taken and is_compiled(x.shape[1] * len(self.packed))
         return worth_it and int4_few.takes(self.bits, x.shape[1], len(x))
 
     @property
     def _is_known(self) -> bool:
         """Whether our own loops can read all of the layout."""
-        return len(self.packed) % BLOCK_ROWS == 0 and layout_is_known()
+        is_known = self._has_super_blocks or layout_is_known()
+        return len(self.packed) % BLOCK_ROWS == 0 and is_known
 
     @abstractmethod
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -95,19 +120,41 @@ class _Blocks(CanonicalPacked):
     @abstractmethod
     def _multiply_many(self, x: torch.Tensor) -> torch.Tensor: ...
 
+    def _multiply_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = len(self.packed), x.shape[1]
+        if is_compiled(rows * columns) and not emulates(x.dtype, x.device):
+            return multiply_many(x, rows, self._parts_of_block, self.group, self.bits)
+        out = x.new_empty(len(x), rows)
+        for block in row_blocks(rows, columns, x.device, multiple=BLOCK_ROWS):
+            part = type(self)(self.packed[block], self.scales[:, block], self.group)
+            out[:, block] = functional.linear(x, part._restored_blocks(x))
+        return out
+
+    def _parts_of_block(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.packed[block], kernel_scales(self.scales, block, bits=self.bits)
+
+    def _restored_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        packed, scales = (
+            each.to(x.device, non_blocking=True) for each in (self.packed, self.scales)
+        )
+        codes = unpack_blocks(packed, x.shape[-1], self.bits)
+        return decode_held(codes, scales.transpose(0, 1), self.bits).to(x.dtype)
+
     def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
         warm_up(in_features, len(self.packed))
 
 
 class Int4Pack(_Blocks):
-    """4.5 bits a weight. `packed`: uint8 `[out, in / 2]`; `scales` as `pack_scales`; the kernel's
-    convention, `(code - 8) * scale + zero`, is the canonical one.
+    """4.5 bits a weight, or 4.625 with super-blocks. `packed`: uint8 `[out, in / 2]`; `scales` as
+    `pack_scales`; the kernel's convention, `(code - 8) * scale + zero`, is the canonical one.
     """
 
     bits: ClassVar[int] = 4
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        if canonical.form is ScaleForm.SUPER_BLOCKS:
+            return cls._in_blocks(canonical)
         scales = pack_scales(held_scales(canonical))
         return cls(pack_weight(canonical.codes), scales, canonical.group)
 
@@ -128,6 +175,8 @@ class Int4Pack(_Blocks):
         return self.packed[block], kernel_scales(self.scales, block)
 
     def restored_for(self, x: torch.Tensor) -> torch.Tensor | None:
+        if self._has_super_blocks:
+            return self._restored_blocks(x)
         if not self._is_known:
             return None
         packed = self.packed.to(x.device, non_blocking=True)
@@ -264,48 +313,26 @@ def _unfold(packed: torch.Tensor, quarters: torch.Tensor, carried: torch.Tensor)
 
 
 class _UpperBits(_Blocks):
-    """5.5 and 6.5 bits a weight. `packed` as `pack_blocks`, uint8 `[out, in * bits / 8]`; `scales`
-    as `pack_scales`.
+    """5.5 and 6.5 bits a weight, with super-blocks 5.625 and 6.5625. `packed` as `pack_blocks`,
+    uint8 `[out, in * bits / 8]`; `scales` as `pack_scales`.
     """
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        rows, columns = canonical.codes.shape
-        if rows % BLOCK_ROWS or columns % NARROW_GROUP:
-            raise SpecError(
-                f"int{cls.bits}pack takes multiples of {BLOCK_ROWS} output and {NARROW_GROUP} "
-                f"input features, not {rows} and {columns}; use backend torch_{cls.bits}bit"
-            )
-        packed = pack_blocks(canonical.codes, cls.bits)
-        return cls(packed, pack_scales(held_scales(canonical)), canonical.group)
+        return cls._in_blocks(canonical)
 
     @property
     def _is_known(self) -> bool:
         return True
 
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
-        return self._multiply_many(x)
+        return self._multiply_blocks(x)
 
     def _multiply_many(self, x: torch.Tensor) -> torch.Tensor:
-        rows, columns = len(self.packed), x.shape[1]
-        if is_compiled(rows * columns) and not emulates(x.dtype, x.device):
-            return multiply_many(x, rows, self._parts, self.group, self.bits)
-        out = x.new_empty(len(x), rows)
-        for block in row_blocks(rows, columns, x.device, multiple=BLOCK_ROWS):
-            part = type(self)(self.packed[block], self.scales[:, block], self.group)
-            out[:, block] = functional.linear(x, part.restored_for(x))
-        return out
-
-    def _parts(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.packed[block], kernel_scales(self.scales, block, bits=self.bits)
+        return self._multiply_blocks(x)
 
     def restored_for(self, x: torch.Tensor) -> torch.Tensor:
-        packed, scales = (
-            each.to(x.device, non_blocking=True) for each in (self.packed, self.scales)
-        )
-        codes = unpack_blocks(packed, x.shape[-1], self.bits)
-        scale, zero = read_scales(scales.transpose(0, 1), self.bits)
-        return decode(codes, scale, zero, self.bits).to(x.dtype)
+        return self._restored_blocks(x)
 
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         columns = self.packed.shape[1] * 8 // self.bits

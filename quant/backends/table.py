@@ -75,8 +75,9 @@ def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> 
     """Check what `_convert_weight_to_int4pack_for_cpu` and its product do, and for bfloat16: the
     kernel takes float32 and float16 too, at a hundredth of the speed.
     """
-    whole_groups = shape.group in GROUP_SIZES and shape.form is not ScaleForm.SUPER_BLOCKS
-    return processor.is_cpu and dtype == "bfloat16" and whole_groups and not shape.out_features % 16
+    rows = 64 if shape.form is ScaleForm.SUPER_BLOCKS else 16
+    whole = not shape.out_features % rows and (rows == 64 or shape.group in GROUP_SIZES)
+    return processor.is_cpu and dtype == "bfloat16" and whole
 
 
 def _int6pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
@@ -98,7 +99,7 @@ def _multiplies_pairs(processor: Processor, shape: LinearShape) -> bool:
     whole_blocks = shape.out_features % 64 == 0 and shape.in_features % 64 == 0
     return (
         "avx512_bf16" in processor.instruction_sets
-        and shape.form is ScaleForm.NARROW
+        and shape.form is not ScaleForm.PAIRS
         and whole_blocks
     )
 
