@@ -7,6 +7,9 @@ Every backend that runs here, on every distinct weight of OPT-13b, OPT-30b and L
 call takes another copy of its weight, so that it comes from memory and not from a cache, as in a
 model. Weights and activations are normal random numbers.
 
+Backends named `super-blocks` hold the weight in such scales as K-quants of GGUF have, whose minima
+are here half of the codes.
+
 - `ratio`: how many times as fast as the plain product.
 - `error`: of the output, relative to the product in float64 with the weight before quantization
   (Frobenius norms, over 256 of the outputs).
@@ -22,7 +25,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import geometric_mean, median
 
 import torch
@@ -37,7 +40,8 @@ from quant.backends.table import KERNEL_RULES
 from quant.common.errors import DeviceError
 from quant.devices import local_processor
 from quant.linear import dtype_name
-from quant.scheme import LinearShape
+from quant.rounding.canonical import CanonicalWeight, dequantize
+from quant.scheme import NARROW_GROUP, SUPER_BLOCK, LinearShape, ScaleForm
 
 MODELS = ("llama-3-8b", "opt-13b", "opt-30b")
 ROWS = (1, 8, 64, 512)
@@ -144,7 +148,13 @@ def hold(shape: LinearShape, rules: Sequence[KernelRule], setting: Setting) -> l
     weight = random_weight(shape, setting)
     processor, dtype = local_processor(setting.device), dtype_name(setting.dtype)
     taken = [rule for rule in rules if rule.supports(processor, shape, dtype)]
-    return [hold_plain(weight, setting), *(hold_packed(rule, weight, setting) for rule in taken)]
+    held = [hold_plain(weight, setting), *(hold_packed(rule, weight, setting) for rule in taken)]
+    if shape.in_features % SUPER_BLOCK:
+        return held
+    blocks = replace(shape, stored_group=NARROW_GROUP, stored_form=ScaleForm.SUPER_BLOCKS)
+    known = (rule for rule in taken if rule.bits in (4, 5, 6) and rule.name.startswith("int"))
+    in_blocks = (rule for rule in known if rule.supports(processor, blocks, dtype))
+    return [*held, *(hold_super_blocks(rule, weight, setting) for rule in in_blocks)]
 
 
 def random_weight(shape: LinearShape, setting: Setting) -> torch.Tensor:
@@ -178,6 +188,35 @@ def hold_packed(rule: KernelRule, weight: torch.Tensor, setting: Setting) -> Hel
     represented = backend.represent(weight[sampled(len(weight))]).double()
     products = [each.forward for each in packed]
     return Held(rule.name, rule.bits, packed[0].nbytes, products, represented)
+
+
+def hold_super_blocks(rule: KernelRule, weight: torch.Tensor, setting: Setting) -> Held:
+    """Hold `weight` in scales of super-blocks as the CPU's backend of `rule` does."""
+    canonical = in_super_blocks(weight.float(), rule.bits)
+    first: PackedWeight = BACKENDS[rule.name].from_canonical(canonical)  # type: ignore[attr-defined]
+    packed = [first, *(copy.deepcopy(first) for _ in range(setting.copies(first.nbytes) - 1))]
+    represented = dequantize(canonical)[sampled(len(weight))].double()
+    products = [each.forward for each in packed]
+    return Held(f"{rule.name}, super-blocks", rule.bits, first.nbytes, products, represented)
+
+
+def in_super_blocks(weight: torch.Tensor, bits: int) -> CanonicalWeight:
+    """Round `weight` `[out, in]` to codes whose middle one stands for 0."""
+    rows, group, most = len(weight), 16 if bits == 6 else NARROW_GROUP, 127 if bits == 6 else 63
+    half = 1 << (bits - 1)
+    grouped = weight.view(rows, -1, SUPER_BLOCK // group, group)
+    scale = grouped.abs().amax(-1) / (half - 1)
+    heads = (scale.amax(-1, keepdim=True) / most).half()
+    factors = (scale / heads.float()).round().clamp(1, most)
+    scale = (heads.float() * factors).view(rows, -1)
+    codes = (weight.view(*scale.shape, group) / scale.unsqueeze(-1)).round() + half
+    numbers = heads if bits == 6 else torch.cat((heads, heads * half), -1)
+    bytes_ = factors.to(torch.int8).view(rows, -1)
+    pairs = bytes_ if bits == 6 else bytes_.unsqueeze(-1).expand(*bytes_.shape, 2)
+    parts = numbers.reshape(rows, -1).view(torch.int8), pairs.reshape(rows, -1)
+    held = torch.cat(parts, 1).view(rows, -1, 2)
+    codes = codes.clamp(0, 2 * half - 1).to(torch.uint8).view(weight.shape)
+    return CanonicalWeight(codes, scale, torch.zeros_like(scale), bits, group, held=held)
 
 
 def measure(shape: LinearShape, rows: int, held: Sequence[Held], setting: Setting) -> list[Result]:
@@ -303,11 +342,16 @@ def machine(setting: Setting) -> str:
     return f"{name}, torch {torch.__version__}, {dtype_name(setting.dtype)}"
 
 
-def run(setting: Setting, models: Sequence[str], rows: Sequence[int]) -> None:
-    """Measure and print."""
+def run(
+    setting: Setting,
+    models: Sequence[str],
+    rows: Sequence[int],
+    backends: Sequence[str] | None = None,
+) -> None:
+    """Measure and print, of some `backends` alone where they are named."""
     copy_rate = copy_bytes_per_s(setting.device)
     print(f"{machine(setting)}; a copy moves {copy_rate / GB:.1f} GB/s.\n")
-    rules = usable_rules(setting)
+    rules = [r for r in usable_rules(setting) if backends is None or r.name in backends]
     results: list[Result] = []
     for shape in distinct_shapes(models):
         held = hold(shape, rules, setting)
@@ -327,6 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=sorted(CACHE_BYTES))
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--threads", type=int, default=1, help="of the CPU (default: 1)")
+    parser.add_argument("--backends", nargs="+", help="names (default: all that run here)")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="names of known models")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--quick", action="store_true", help="one model, 1 and 64 rows, less time")
@@ -337,9 +382,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setting = Setting(torch.device(chosen.device), dtype, seconds=0.3 if chosen.quick else 1.5)
     with torch.inference_mode():
         if chosen.quick:
-            run(setting, MODELS[:1], (1, 64))
+            run(setting, MODELS[:1], (1, 64), chosen.backends)
         else:
-            run(setting, chosen.models, chosen.rows)
+            run(setting, chosen.models, chosen.rows, chosen.backends)
 
 
 def _plain_product(weight: torch.Tensor) -> Product:

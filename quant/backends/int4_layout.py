@@ -282,7 +282,7 @@ def _decoding(parallel: bool, bits: int, form: ScaleForm) -> Any:
             top, row = BLOCK_ROWS * block, len(codes) // blocks * block
             steps, zeros = np.empty(BLOCK_ROWS, np.float32), np.empty(BLOCK_ROWS, np.float32)
             for place in range((columns + group - 1) // group):
-                prepare(words[:, top : top + BLOCK_ROWS], place, columns, steps, zeros)
+                prepare(words, (place, top, columns), steps, zeros)
                 for column in range(place * group, min((place + 1) * group, columns), DECODED):
                     more = row + columns + column * behind // HALF_ROWS
                     fill(steps, zeros, codes, weight, (row + column, more, column, top))

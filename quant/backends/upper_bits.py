@@ -94,13 +94,14 @@ def _parts(packed: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tens
 
 @functools.cache
 def steps_of_pairs(bits: int) -> Any:
-    """Compile what gives scales and values of code 0, float32 `[64]`, of group `place` of the rows
-    of a block, of `words` uint32 `[groups, 64]`.
+    """Compile what gives scales and values of code 0, float32 `[64]`, of a group of the 64 rows
+    from `top` on, of `words` uint32 `[groups, rows]`.
     """
     half, upper, middle = np.uint32(16), np.uint32(0xFFFF0000), np.float32(1 << (bits - 1))
 
-    def restore(words: Any, place: int, columns: int, steps: Any, zeros: Any) -> None:
-        both = words[place]
+    def restore(words: Any, at: Any, steps: Any, zeros: Any) -> None:
+        place, top, _ = at
+        both = words[place, top : top + BLOCK_ROWS]
         for row in range(BLOCK_ROWS):
             step = np.uint32(both[row] << half).view(np.float32)
             zero = np.uint32(both[row] & upper).view(np.float32)
@@ -111,16 +112,17 @@ def steps_of_pairs(bits: int) -> Any:
 
 @functools.cache
 def steps_of_super_blocks(bits: int) -> Any:
-    """As `steps_of_pairs`, of `words` uint16 `[pairs, 64]`."""
+    """As `steps_of_pairs`, of `words` uint16 `[pairs, rows]`, of so many `columns`."""
     widen, byte, eight = widening(torch.float16), np.uint16(255), np.uint16(8)
     heads, middle, has_minima = heads_of(bits), np.float32(1 << (bits - 1)), bits < 6
     groups = GROUPS if has_minima else 2 * GROUPS
 
-    def restore(words: Any, place: int, columns: int, steps: Any, zeros: Any) -> None:
+    def restore(words: Any, at: Any, steps: Any, zeros: Any) -> None:
+        place, top, columns = at
         block, before = place // groups * heads, columns // SUPER_BLOCK * heads
-        factors, scales, minima = words[before + place * GROUPS // groups], words[block], words[0]
-        if has_minima:
-            minima = words[block + 1]
+        factors = words[before + place * GROUPS // groups, top : top + BLOCK_ROWS]
+        scales = words[block, top : top + BLOCK_ROWS]
+        minima = words[block + heads - 1, top : top + BLOCK_ROWS]
         shift = np.uint16(0) if has_minima or place % 2 == 0 else eight
         for row in range(BLOCK_ROWS):
             factor = factors[row] >> shift & byte

@@ -1,5 +1,5 @@
 """Blocks whose scales are powers of two, and minima few of their steps: products with them are
-exact in every type. The package writes no Q4_K.
+exact in every type. The package writes no K-quants.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ TYPES = gguf.GGMLQuantizationType
 
 def coded(weights: Array, kind: str) -> Array:
     """Matrices `[..., in]` as blocks of `kind`."""
+    if kind == "Q6_K":
+        return _sixteenths(weights).reshape(*weights.shape[:-1], -1)
     grouped = weights.reshape(-1, GROUP).astype(np.float64)
     if kind == "Q4_0":
         step = _steps(2 * np.abs(grouped).max(1), 14)
@@ -39,7 +41,8 @@ def in_blocks(kind: str, others: str = "F32", of: tuple[str, ...] = ()) -> Encod
             return weights, TYPES.F32
         if name.startswith("blk.") and not any(each in name for each in of):
             return coded(weights, kind), TYPES[kind]
-        return gguf.quantize(weights, TYPES[others]), TYPES[others]
+        own = coded(weights, others) if others == "Q6_K" else gguf.quantize(weights, TYPES[others])
+        return own, TYPES[others]
 
     return encode
 
@@ -74,3 +77,17 @@ def _long(codes: Array, step: Array, low: Array, kind: str) -> Array:
     pairs = codes.reshape(len(steps), 4, 2, GROUP)
     own = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(len(steps), -1)
     return np.concatenate([*heads, packed, own], axis=1)
+
+
+def _sixteenths(weights: Array) -> Array:
+    """Sixteen groups with signed factors of a half, powers of two."""
+    grouped = weights.reshape(-1, 16, 16).astype(np.float64)
+    steps = _steps(2 * np.abs(grouped).max(2), 62)
+    least = steps.min(1, keepdims=True)
+    factors = np.minimum(steps / least, 64)
+    codes = np.clip(np.round(grouped / (factors * least)[..., None]) + 32, 0, 63).astype(np.uint8)
+    first, second, third, last = codes.reshape(-1, 2, 4, GROUP).swapaxes(0, 2).swapaxes(1, 2)
+    low = np.stack([first & 15 | third << 4, second & 15 | last << 4], 2)
+    upper = first >> 4 | second >> 4 << 2 | third >> 4 << 4 | last >> 4 << 6
+    parts = low, upper, factors.astype(np.int8), least.astype(np.float16)
+    return np.concatenate([each.reshape(len(steps), -1).view(np.uint8) for each in parts], axis=1)
