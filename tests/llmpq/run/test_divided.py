@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 KINDS = 24
 PROMPTS = random_prompts([1 + 5 * i % PROMPT_LENGTH for i in range(KINDS)])
 TWO, OTHER_TWO = (0.0008, 0.0006), (0.0009, 0.0005)  # GiB: the first two layers, or more of them
-COUNT = 96
+COUNT = 48
 
 
 class WatchedActor(StageActor):
