@@ -33,7 +33,7 @@ def mixed_rows() -> list[dict[str, Any]]:
     rows = [row(10 + i % 20, custom_id=f"q{i}", max_new_tokens=16) for i in range(300)]
     rows[40] = row(700, custom_id="long", max_new_tokens=16)
     rows[50] = row(20, custom_id="wordy", max_new_tokens=300)
-    rows[60] = row(10**6, custom_id="book")
+    rows[60] = row(10**4, custom_id="book")
     return rows
 
 
@@ -52,7 +52,7 @@ def test_long_rows_are_a_job_by_themselves(source: Path) -> None:
     long, beyond = found.notes
     assert "2 rows are much longer than the others (in.jsonl:41: 'long' with 700 + 16" in long
     assert "in.jsonl:51: 'wordy' with 20 + 300 tokens" in long
-    assert "1 row is longer than the model's context (in.jsonl:61: 'book' with 1000000 +" in beyond
+    assert "1 row is longer than the model's context (in.jsonl:61: 'book' with 10000 +" in beyond
 
 
 def test_long_rows_can_be_an_error(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
