@@ -22,14 +22,21 @@ import numpy as np
 import torch
 
 from quant.backends.base import form_of
-from quant.backends.int4_vectors import QUARTERS, RUNS, columns_of_run, run_added
+from quant.backends.int4_vectors import (
+    QUARTERS,
+    RUNS,
+    columns_of_run,
+    has_wide_vectors,
+    run_added,
+)
 from quant.backends.upper_bits import BLOCK_ROWS, HALF_ROWS, UPPER_BYTES
 from quant.devices import emulates, local_processor
 from quant.numba_loops import compiled_loop, prefetching, torch_threads
 from quant.scheme import NARROW_GROUP, ScaleForm
 
-AT_ONCE = (1, 2, 4, 8)
-"""Tokens whose sums are in registers: of eight, those of half of the rows at a time."""
+AT_ONCE, _AT_ONCE_WIDE = (1, 2, 4), 8
+"""Tokens whose sums are in registers, with AVX-512 and without; of eight, and without it of two and
+four, those of half of the rows at a time."""
 
 _PARTS = {3: QUARTERS, 4: 1, 5: 1, 6: 1}
 
@@ -44,11 +51,27 @@ EPYC (Zen 5), with products of pairs, 6.3 ms in both ways for 64 tokens."""
 
 
 def takes(bits: int, columns: int, tokens: int) -> bool:
-    if columns % (RUNS[bits] * _PARTS[bits]):
+    if not fits(bits, columns):
         return False
     if emulates(torch.bfloat16, torch.device("cpu")):
         return True  # products with decoded rows take far longer
     return tokens <= (_MOST_OF_PAIRS if multiplies_pairs() else _MOST_TOKENS)
+
+
+def fits(bits: int, columns: int) -> bool:
+    return columns % (RUNS[bits] * _PARTS[bits]) == 0
+
+
+def at_once() -> tuple[int, ...]:
+    """Numbers of tokens that have a loop."""
+    return (*AT_ONCE, _AT_ONCE_WIDE) if has_wide_vectors() else AT_ONCE
+
+
+def warm_up(bits: int, columns: int, packed: torch.Tensor, scales: torch.Tensor) -> None:
+    """Compile the loops, which multiply with a block of `packed` and `scales` for this."""
+    block, own = packed[:BLOCK_ROWS], scales[:, :BLOCK_ROWS].contiguous()
+    for tokens in at_once():
+        multiply(bits, torch.zeros(tokens, columns, dtype=torch.bfloat16), block, own)
 
 
 @functools.cache
@@ -71,17 +94,18 @@ def multiply(
     `quant.backends.int4pack` holds them, of bytes.
     """
     tokens, pairs, form = len(x), multiplies_pairs(), form_of(scales)
-    at_once = next((each for each in AT_ONCE if tokens <= each), AT_ONCE[-1])
-    if tokens % at_once:
-        x = torch.cat((x, x.new_zeros(-tokens % at_once, x.shape[1])))
+    known = at_once()
+    together = next((each for each in known if tokens <= each), known[-1])
+    if tokens % together:
+        x = torch.cat((x, x.new_zeros(-tokens % together, x.shape[1])))
     own = x.float()
     sums = own.view(len(x), -1, columns_of_run(bits, form)).sum(-1)
-    asked = (_together(each, at_once) for each in (x.view(torch.float32) if pairs else own, sums))
+    asked = (_together(each, together) for each in (x.view(torch.float32) if pairs else own, sums))
     codes = packed.view(-1, HALF_ROWS).numpy()
     held = scales.view(torch.int16).squeeze(-1).numpy().view(np.uint16)
     out = torch.empty(len(x), len(packed))
     parallel = torch.get_num_threads() > 1
-    loop = _product(bits, at_once, pairs, parallel, form)
+    loop = _product(bits, together, pairs, parallel, form)
     with torch_threads() if parallel else nullcontext():
         loop(*asked, codes, held, out.numpy())
     return out[:tokens].to(x.dtype)

@@ -357,6 +357,10 @@ def layout_is_known() -> bool:
     return _interleaved_rows() == BLOCK_ROWS
 
 
+def has_avx2_layout() -> bool:
+    return _interleaved_rows() == HALF_ROWS
+
+
 @functools.cache
 def _interleaved_rows() -> int:
     """The rows whose codes the kernel of this CPU interleaves: 64 with AVX-512, 32 with AVX2 and 0

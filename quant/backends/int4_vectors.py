@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from quant.backends.upper_bits import HALF_ROWS, UPPER_BYTES
 from quant.narrow import MIDDLE_ZERO, zero_steps
 from quant.scheme import NARROW_GROUP, SUPER_BLOCK, ScaleForm
@@ -16,8 +18,17 @@ _ROWS_OF_WORDS = (0, 32, 16, 48)
 DECODED = 4
 """Columns that are decoded at once: the upper bits of so many fill whole lengths of 32 bytes."""
 
-_ALL_ROWS = 4
-"""Most tokens of which all rows' sums are in registers."""
+
+def most_of_all_rows() -> int:
+    """Most tokens of which all rows' sums are in registers, of which AVX2 has half as many of half
+    the width.
+    """
+    return 4 if has_wide_vectors() else 1
+
+
+def has_wide_vectors() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
 
 RUNS = {3: 16, 4: NARROW_GROUP, 5: NARROW_GROUP, 6: NARROW_GROUP}
 """Columns of a run, whose sums stay in registers. At 3 bit a block is three parts of a quarter of
@@ -53,7 +64,7 @@ def run_added(bits: int, tokens: int, pairs: bool, carried: bool, form: ScaleFor
     kinds: Any = types
     plain = _both_nibbles if bits >= _NIBBLE else _highest_bits
     codes_of = _carried_bits if carried else plain
-    together = ((0, 1),) if tokens <= _ALL_ROWS else ((0,), (1,))
+    together = ((0, 1),) if tokens <= most_of_all_rows() else ((0,), (1,))
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         vectors = Vectors(context, builder, signature.args, arguments, pairs, form)

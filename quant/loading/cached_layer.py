@@ -38,7 +38,7 @@ from quant.loading.layer_load import LayerLoad, held_dtype
 from quant.rounding.importance import digest_of_inputs
 from quant.scheme import LinearShape, part_shape
 
-_LIBRARIES = ("torch", "bitsandbytes")
+_LIBRARIES = ("torch", "bitsandbytes", "numba")
 """Libraries that decide on the layout or the rounding of packed weights."""
 
 _SOURCES = (".py", ".cu")

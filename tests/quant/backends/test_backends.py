@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from quant.backends import int4_few, int4_layout, int4pack
+from quant.backends import int4_few, int4_layout, int4_vectors, int4pack
 from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.bnb import BnbNf4
 from quant.backends.int4_layout import layout_is_known
@@ -245,6 +245,32 @@ def test_few_tokens_with_narrow_scales_against_float64(
         assert ((out.double() - exact).abs() <= limit).all()
 
 
+@pytest.mark.skipif(not has_numba(), reason="needs numba")
+@pytest.mark.parametrize("kind", [Int3Pack, Int4Pack])
+def test_blocks_for_our_loops_where_torch_has_other_ones(
+    kind: type[Int3Pack | Int4Pack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a CPU with AVX2 alone; what GPUs restore is the weight, too."""
+    monkeypatch.setattr(int4pack, "layout_is_known", lambda: False)
+    monkeypatch.setattr(int4pack, "has_avx2_layout", lambda: True)
+    monkeypatch.setattr(int4_layout, "layout_is_known", lambda: False)
+    monkeypatch.setattr(int4_layout, "pack_codes", None)
+    monkeypatch.setattr(int4pack, "pack_codes", None)
+    monkeypatch.setattr(int4_vectors, "has_wide_vectors", lambda: False)
+    monkeypatch.setattr(int4_few, "has_wide_vectors", lambda: False)
+    monkeypatch.setattr(int4_few, "multiplies_pairs", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    int4_few._product.cache_clear()
+    generator = torch.Generator().manual_seed(7)
+    canonical = quantize(torch.randn(256, 576, generator=generator), kind.bits)
+    packed, meant = kind.from_canonical(canonical), dequantize(canonical)
+    x = torch.randn(7, 576, generator=generator).bfloat16()
+    exact = x.double() @ meant.double().t()
+    assert (packed.forward(x) - exact).norm() < 2**-8 * exact.norm()
+    assert torch.equal(packed.restored_for(x), meant.bfloat16())
+    int4_few._product.cache_clear()
+
+
 @pytest.mark.parametrize(("tokens", "most"), [(63, True), (64, False)])
 def test_more_tokens_are_left_to_decoded_rows(
     tokens: int, most: bool, monkeypatch: pytest.MonkeyPatch
@@ -304,6 +330,7 @@ def test_codes_are_decoded_by_a_compiled_loop_as_by_torch(
     weight = torch.randn(592 if kind.bits <= 4 else 576, 256, generator=draws)
     x = torch.randn(130, 256, generator=draws).bfloat16()
     packed, decoded = kind.from_weight(weight, torch.bfloat16, CPU), []
+    monkeypatch.setattr(int4_few, "warm_up", lambda *_: None)  # seconds of compiling
     packed.warm_up(256, torch.bfloat16)
     product, linear = torch.mm, torch.nn.functional.linear
     monkeypatch.setattr(torch, "mm", lambda a, b: decoded.append(b.t().clone()) or product(a, b))
