@@ -3,6 +3,7 @@
     python -m benchmarks.planning.planner clusters [--update docs/measurements/planner.md]
     python -m benchmarks.planning.planner defaults [--update docs/measurements/planner.md]
     python -m benchmarks.planning.planner bitwidths --clusters 1 3 4
+    python -m benchmarks.planning.planner ends
 
 Times are CPU seconds of one process, so that other work on the machine does not count. Costs are
 the planner's own: rooflines, and memory by the kernels' rules. Sensitivities are random, uneven
@@ -39,7 +40,7 @@ from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.find import find_plan
 from planner.search.request import cost_model
 from planner.workload import Workload
-from quant.scheme import BITWIDTHS, USUAL_BITS
+from quant.scheme import BITWIDTHS, FULL_BITS, HEAD_BITWIDTHS, USUAL_BITS
 
 BITS, GAP = (3, 4, 8, 16), 1e-4
 CLUSTERS = ROOT / "cluster_specs"
@@ -203,6 +204,26 @@ def bitwidths_table(numbers: Sequence[int]) -> Iterator[str]:
             yield table_row((f"paper {number}", listed, solver.candidates, solver.solved, *told))
 
 
+def ends_table(numbers: Sequence[int]) -> Iterator[str]:
+    """Markdown rows: plans whose embedding and LM head have 16 bit, and any of their bits."""
+    yield header("cluster | head_bits | taken | plan (s) | tokens/s | divergence")
+    spent = {(FULL_BITS,): 0.0, HEAD_BITWIDTHS: 0.0}
+    for number in numbers:
+        name, theta = PAPER[number]
+        cluster = ClusterSpec.from_yaml(CLUSTERS / f"paper_{number:02}.yaml")
+        for named in spent:
+            start, options = time.process_time(), PlanOptions(theta=theta, head_bits=named)
+            plan = find_plan(cluster, model_shape(name), name, WORKLOAD, options).plan
+            cpu_s = time.process_time() - start
+            spent[named] += cpu_s
+            lost = "" if plan.quality is None else f"{plan.quality.divergence:.4f}"
+            told = plan.head_bits, f"{cpu_s:.1f}", f"{plan.predicted.tokens_per_s:.1f}", lost
+            yield table_row((f"paper {number}", " ".join(map(str, named)), *told))
+    plain_s, chosen_s = spent.values()
+    yield ""
+    yield f"Together {plain_s:.1f} and {chosen_s:.1f} s, {chosen_s / plain_s:.2f} times."
+
+
 def _defaults_row(what: str, name: str, cluster: ClusterSpec, theta: float) -> str:
     start = time.process_time()
     plan = find_plan(cluster, model_shape(name), name, WORKLOAD, PlanOptions(theta=theta)).plan
@@ -223,7 +244,7 @@ def _defaults_row(what: str, name: str, cluster: ClusterSpec, theta: float) -> s
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and update a page or plot if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["clusters", "defaults", "bitwidths"])
+    parser.add_argument("what", choices=["clusters", "defaults", "bitwidths", "ends"])
     parser.add_argument("--clusters", type=int, nargs="+", default=list(PAPER), choices=PAPER)
     parser.add_argument("--samples", type=int, default=3, help="published problems a cluster")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each of them")
@@ -233,6 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = clusters_table(chosen.clusters, chosen.samples, chosen.limit)
     elif chosen.what == "bitwidths":
         rows = bitwidths_table(chosen.clusters)
+    elif chosen.what == "ends":
+        rows = ends_table(chosen.clusters)
     else:
         rows = defaults_table()
     show(rows, chosen.update, chosen.what)

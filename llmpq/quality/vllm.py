@@ -83,7 +83,7 @@ class VllmPlan:
         if self.plan.head_bits != FULL_BITS:
             yield (
                 f"embedding and LM head are planned with {self.plan.head_bits} bits; vLLM keeps "
-                "them in 16, which takes more memory"
+                "them in 16, which takes more memory: plan with --head_bits 16"
             )
         if len({stage.dtype for stage in self.plan.stages}) > 1:
             yield f"all stages compute in {self._dtype}: vLLM has one type"

@@ -6,26 +6,41 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.model.shape import ModelShape
+from planner.optimiser.assignment import SolveOptions
 from planner.optimiser.names import BASELINE_METHODS
+from planner.optimiser.solve import solve_by
 from planner.options import AUTO, PlanOptions, quality_of
-from planner.plan.builder import build_plan, plan_choice
+from planner.plan.builder import (
+    build_plan,
+    forecast_solution,
+    plan_choice,
+    solution_quality,
+)
 from planner.plan.kv_copies import warned_of_heads
 from planner.plan.origin import origin_of
 from planner.plan.parts import PlanChoice, PolicyChoice
 from planner.plan.spec import PlanSpec
 from planner.profiles.perplexity_fit import expected_divergence, with_quality
-from planner.profiles.sensitivity import planned_importance
+from planner.profiles.sensitivity import Omega, planned_importance
 from planner.scheduling import COMPARED
 from planner.search.baselines import baseline_solution, baselines
 from planner.search.candidate_search import LEAST_SOLVE_S, SearchTime
 from planner.search.in_flight import with_best_batch_size
-from planner.search.pareto import ThetaPoint, front, theta_solver, within_bounds
-from planner.search.qualities import Chosen, best_by_rules, chosen_by_quality, plans_beside
+from planner.search.pareto import PlanT, ThetaPoint, front, theta_solver, within_bounds
+from planner.search.qualities import (
+    ANSWER_GAP,
+    CURVE_SOLVE_S,
+    Chosen,
+    best_by_rules,
+    chosen_by_quality,
+    plans_beside,
+)
 from planner.search.remedies import naming_remedies
 from planner.search.request import (
     PlanningRequest,
@@ -107,21 +122,48 @@ def _best_policy(
 
 
 def _best_head(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:
-    """The best plan of those with each of `head_bits`, which share the time."""
-    bits, options = request.options.head_bits, request.options
+    """The best plan of those with the most of `head_bits` that fit, and with fewer where these help
+    (`_that_help`); both searches share the time.
+    """
+    options = request.options
+    left = sorted(options.head_bits, reverse=True)
     end_s = clock() + options.search_time_limit
-    found: list[PricedPlan] = []
+    found: list[_Searched] = []
     refused: list[InfeasibleError] = []
-    for number, each in enumerate(reversed(bits)):
-        share_s = max(LEAST_SOLVE_S, (end_s - clock()) / (len(bits) - number))
-        asked = request.with_options(head_bits=(each,), search_time_limit=share_s)
+    while left:
+        each, *left = left
+        limit_s = max(LEAST_SOLVE_S, (end_s - clock()) / (1 + bool(left)))
+        asked = request.with_options(head_bits=(each,), search_time_limit=limit_s)
         try:
-            found.append(_find(asked, source, clock))
+            found.append(_search(asked, clock))
         except InfeasibleError as error:
             refused.append(error)
+            continue
+        if len(found) == 1:
+            left = _that_help(found[0], request, left)
     if not found:
         raise _mildest(refused)
-    return _best_of(found, options)
+    best = found[0] if len(found) == 1 else _best_search(found, options)
+    time_left = SearchTime(end_s - clock(), clock)
+    return _with_others(best, source, time_left, clock, options.max_ppl_delta)
+
+
+def _that_help(searched: _Searched, request: PlanningRequest, narrower: Sequence[int]) -> list[int]:
+    """Of the `narrower` bits of embedding and LM head that with which the plan on the same devices
+    is best, if it is better.
+    """
+    costs, solution = searched.chosen.costs, searched.chosen.solution
+    limits = SolveOptions(time_limit_s=CURVE_SOLVE_S, relative_gap=ANSWER_GAP)
+    best, helps = solution.assignment.objective, list[int]()
+    for bits in narrower:
+        own, _ = costs_of(request.with_options(head_bits=(bits,)))
+        own = replace(own, theta=costs.theta, usable_bits=costs.usable_bits)
+        problem = solution.costs(own).grouped_problem(solution.devices, solution.sizes)
+        with suppress(InfeasibleError):  # in so little time
+            objective = solve_by("auto", problem, limits).objective
+            if objective < best:
+                best, helps = objective, [bits]
+    return helps
 
 
 def _mildest(refused: Sequence[InfeasibleError]) -> InfeasibleError:
@@ -143,36 +185,78 @@ def _best_of(found: Sequence[PricedPlan], asked: PlanOptions) -> PricedPlan:
         return ThetaPoint(priced.costs.theta, seconds, choice.sensitivity, 0.0, priced, seconds)
 
     points = [point(each, plan_choice(each.plan)) for each in found]
+    fast = [
+        point(each, other.plan)
+        for each in found
+        for other in each.plan.beside.qualities
+        if other.quality == "fast"
+    ]
+    return _best_point(points, fast, asked)
+
+
+def _best_point(
+    points: Sequence[ThetaPoint[PlanT]], fast: Sequence[ThetaPoint[PlanT]], asked: PlanOptions
+) -> PlanT:
+    """The plan of the best of `points` by what was asked, beside those of quality `fast`."""
     quality = quality_of(asked)
     if quality is not None:
-        fast = [
-            point(each, other.plan)
-            for each in found
-            for other in each.plan.beside.qualities
-            if other.quality == "fast"
-        ]
         fastest = min((*fast, *points), key=lambda each: each.predicted_s)
         return best_by_rules(fastest, points)[quality].plan
-    if asked.max_latency_s is not None:  # both keep it
+    if asked.max_latency_s is not None:  # all keep it
         return min(points, key=lambda each: (each.omega, each.predicted_s)).plan
     return min(points, key=lambda each: (each.cost(asked.theta or 0.0), each.omega)).plan
 
 
-def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:
-    options, (costs, omega) = request.options, costs_of(request)
-    began, time_left = clock(), SearchTime(options.search_time_limit, clock)
-    chosen = _chosen(costs, options, clock)
+@dataclass(frozen=True, eq=False)
+class _Searched:
+    """What was chosen with one bitwidth of embedding and LM head, from `costs` of all bits."""
+
+    costs: CostModel
+    omega: Omega
+    chosen: Chosen
+    seconds: float
+
+
+def _search(request: PlanningRequest, clock: Callable[[], float]) -> _Searched:
+    (costs, omega), began = costs_of(request), clock()
+    chosen = _chosen(costs, request.options, clock)
+    return _Searched(costs, omega, chosen, clock() - began)
+
+
+def _best_search(found: Sequence[_Searched], asked: PlanOptions) -> _Searched:
+    taken, fast = list[ThetaPoint[_Searched]](), list[ThetaPoint[_Searched]]()
+    for each in found:
+        costs, solution = each.chosen.costs, each.chosen.solution
+        seconds = forecast_solution(costs, solution).seconds
+        omega = solution_quality(costs, solution)
+        taken.append(ThetaPoint(costs.theta, seconds, omega, 0.0, each, seconds))
+        if "fast" in each.chosen.qualities:
+            point = each.chosen.qualities["fast"]
+            seconds = point.predicted_s
+            fast.append(ThetaPoint(point.theta, seconds, point.omega, 0.0, each, seconds))
+    return _best_point(taken, fast, asked)
+
+
+def _with_others(
+    searched: _Searched,
+    source: str,
+    time_left: SearchTime,
+    clock: Callable[[], float],
+    max_ppl_delta: float | None,
+) -> PricedPlan:
+    """The plan with its forecasts, beside baselines and other plans."""
+    chosen, omega, began = searched.chosen, searched.omega, clock()
     solution = chosen.solution
     if not time_left.is_over:
         solution = with_best_batch_size(chosen.costs, solution)
-    solution = replace(solution, seconds=clock() - began)
+    solution = replace(solution, seconds=searched.seconds + clock() - began)
     found = solution.costs(chosen.costs)
     # A baseline's own costs have one bitwidth only; others beside it choose among all.
-    priced = replace(solution.costs(costs), theta=found.theta)
+    priced = replace(solution.costs(searched.costs), theta=found.theta)
     others = tuple(baselines(priced, SearchTime(time_left.next_s(), clock)))
     plan = build_plan(found, source, solution, omega.source, others)
     plan = replace(plan, beside=plans_beside(chosen, plan.predicted, time_left, clock))
-    plan = with_quality(plan, omega, plan.solver.sensitivity, options.max_ppl_delta)
+    plan = with_quality(plan, omega, plan.solver.sensitivity, max_ppl_delta)
     return PricedPlan(plan, priced)
 
 

@@ -91,11 +91,11 @@ def test_ends_are_weighed_with_layers() -> None:
     chosen = []
     for share in (0.1, 0.9, 2.0):
         mib = low + share * (high - low)
-        each = [planned(mib, head_bits=(bits,), theta=1e6) for bits in (8, 16)]
-        found = planned(mib, head_bits=(16, 8), theta=1e6)
+        each = [planned(mib, head_bits=(bits,), theta=1e6) for bits in (6, 8, 16)]
+        found = planned(mib, head_bits=(16, 8, 6), theta=1e6)
         assert found.solver.sensitivity == min(plan.solver.sensitivity for plan in each)
         chosen.append(found.head_bits)
-    assert chosen == [8, 8, 16]
+    assert chosen == [6, 8, 16]
     assert planned(16000, head_bits=(8, 16), theta=1e6).solver.sensitivity == 0
 
 
