@@ -159,7 +159,8 @@ and the demo model the geometric mean, by `benchmarks.quantization.head`."""
 
 
 HEAD_TIMES = {6: 4.5, NEAR_FULL_BITS: 1.0}
-"""How many times as much as at 8 bit they lose at their bits, by the same command and models."""
+"""How many times as much as at 8 bit they lose: as layers that are rounded to the nearest code, by
+`benchmarks.quantization.forecast --anchors`."""
 
 
 def assumed_head(matrix: Matrix, bitwidths: Sequence[int]) -> dict[int, float]:
