@@ -39,9 +39,7 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
 Seconds = float | FloatArray
-
 Scalar = TypeVar("Scalar", bound=np.generic)
-
 STAGE_TIMES = ("fixed_prefill_s", "fixed_decode_s", "prefill_comm_s", "decode_comm_s")
 
 
@@ -118,12 +116,11 @@ class AssignmentProblem:
             object.__setattr__(self, "host_memory_bytes", np.zeros(stages))
         for name in ("prefill_s", "decode_s", "layer_bytes", "host_bytes"):
             _store(self, name, (stages, cells), least=0.0, broadcast=name.endswith("bytes"))
-        _store(self, "host_memory_bytes", (stages,), least=0.0)
+        for name in (*STAGE_TIMES, "host_memory_bytes"):
+            _store(self, name, (stages,), least=0.0)
         own = self.host_memory_bytes
         scarce = (each for each in self.hosts if own[list(each.stages)].sum() > each.memory_bytes)
         object.__setattr__(self, "hosts", tuple(scarce) if self.host_bytes.any() else ())
-        for name in STAGE_TIMES:
-            _store(self, name, (stages,), least=0.0)
         _store(self, "memory_bytes", (stages,), least=-np.inf)
         layers = len(np.atleast_1d(np.asarray(self.sensitivity)))
         _store(self, "sensitivity", (layers, choices), least=0.0)
