@@ -34,6 +34,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 """Where the reference data is looked for; it is no part of the repository."""
 
+PAPER_BITS = (3, 4, 8, 16)
+"""The bitwidths of LLM-PQ's paper."""
+
 BFLOAT16_CAPABILITY = (8, 0)
 """Compute capability: older GPUs only emulate bf16, whatever torch's `is_bf16_supported` says."""
 

@@ -57,7 +57,6 @@ from quant.scheme import (
     KV_BITWIDTHS,
     PLAN_ROUNDINGS,
     ROUNDINGS,
-    USUAL_BITS,
     WEIGHTED,
 )
 
@@ -88,9 +87,7 @@ have what is left."""
 FINITE_0 = Range(lambda value: value >= 0, "it must be a finite number of at least 0")
 FINITE_ABOVE_0 = Range(lambda value: value > 0, "it must be a finite number above 0")
 QUANTILES = Range(lambda share: 0 < share < 1, "it must be a share between 0 and 1, such as 0.99")
-BITS = Range(
-    lambda bits: bool(bits) and set(bits) <= set(BITWIDTHS), f"it must be among {list(BITWIDTHS)}"
-)
+BITS = Range(lambda bits: set(bits) <= set(BITWIDTHS), f"it must be among {list(BITWIDTHS)}")
 HEAD_BITS = Range(
     lambda bits: bool(bits) and set(bits) <= set(HEAD_BITWIDTHS),
     f"it must be among {list(HEAD_BITWIDTHS)}",
@@ -111,6 +108,8 @@ class PlanOptions:
       forces it: `high` has the least summed sensitivity of the plans at most a tenth slower than
       the fastest of such bits, `balanced` gives up speed where that pays by far
       (`planner.search.qualities`).
+    - `bits`: none is all that are known: those whose times `profiles` have of every device that
+      they have any of, and those that layers are stored with; without profiles every bitwidth.
     - `max_omega`, `max_latency_s` (of the prediction, whatever the objective) or `max_ppl_delta`:
       the other side is minimised within that bound. A rise of perplexity becomes a `max_omega`
       by the points measured in the omega file.
@@ -139,7 +138,10 @@ class PlanOptions:
         within=AUTO_OR_COUNT,
     )
     bits: tuple[int, ...] = option(
-        BITWIDTHS, "bitwidths to choose from (default: 3 4 8 16)", USUAL_BITS, within=BITS
+        BITWIDTHS,
+        f"bitwidths to choose from (default: all that are known: {' '.join(map(str, BITWIDTHS))})",
+        (),
+        within=BITS,
     )
     dtype: str = option((AUTO, *DTYPE_BYTES), "type to compute in", AUTO, within=DTYPES)
     objective: Objective = option(
@@ -292,7 +294,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         for name in ("bits", "head_bits"):
-            given = getattr(self, name)
+            given = getattr(self, name) or ()
             object.__setattr__(self, name, tuple(sorted({int(bits) for bits in given})))
         object.__setattr__(self, "adapters", named_adapters(self.adapters))
         if self.max_request_latency_s is not None:

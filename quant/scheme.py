@@ -26,8 +26,7 @@ AFFINE_BITS = (3, 4, 5, 6)
 """Bitwidths of weights whose groups have a scale and a zero each."""
 
 BITWIDTHS = (*AFFINE_BITS, NEAR_FULL_BITS, FULL_BITS)
-USUAL_BITS = (3, 4, NEAR_FULL_BITS, FULL_BITS)
-"""Those that plans choose from and measurements take where nothing is said."""
+"""All that plans choose from and measurements take where nothing is said."""
 
 KV_BITWIDTHS = (8, FULL_BITS)
 HEAD_BITWIDTHS = (6, NEAR_FULL_BITS, FULL_BITS)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lab import ROOT, header, show, table_row
+from benchmarks.lab import PAPER_BITS, ROOT, header, show, table_row
 from benchmarks.planning.published import PublishedOutcome, solve_published
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
@@ -40,9 +40,9 @@ from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.find import find_plan
 from planner.search.request import cost_model
 from planner.workload import Workload
-from quant.scheme import BITWIDTHS, FULL_BITS, HEAD_BITWIDTHS, USUAL_BITS
+from quant.scheme import BITWIDTHS, FULL_BITS, HEAD_BITWIDTHS
 
-BITS, GAP = (3, 4, 8, 16), 1e-4
+GAP = 1e-4
 CLUSTERS = ROOT / "cluster_specs"
 WORKLOAD = Workload(global_batch=32, prompt_length=512, new_tokens=100)  # LLM-PQ section 6.1
 
@@ -75,7 +75,7 @@ class Timed:
 def uneven_sensitivity(shape: ModelShape, seed: int) -> FloatArray:
     """Omega [L, K]: the default's size, disturbed by layer and by entry, falling with the bits."""
     rng = np.random.default_rng(seed)
-    omega = default_sensitivity(shape, BITS)
+    omega = default_sensitivity(shape, PAPER_BITS)
     factor = np.exp(rng.normal(0, 0.5, len(omega)))[:, np.newaxis]
     disturbed = omega * factor * rng.uniform(0.6, 1.4, omega.shape)
     falling: FloatArray = -np.sort(-disturbed, axis=1)
@@ -88,7 +88,7 @@ def paper_costs(number: int, options: PlanOptions) -> CostModel:
     shape = model_shape(name)
     cluster = ClusterSpec.from_yaml(CLUSTERS / f"paper_{number:02}.yaml")
     omega = uneven_sensitivity(shape, number)
-    options = replace(options, theta=theta, memory_margin=0.0)
+    options = replace(options, bits=PAPER_BITS, theta=theta, memory_margin=0.0)
     return cost_model(cluster, shape, WORKLOAD, options, omega)
 
 
@@ -194,7 +194,7 @@ def bitwidths_table(numbers: Sequence[int]) -> Iterator[str]:
     for number in numbers:
         name, theta = PAPER[number]
         cluster = ClusterSpec.from_yaml(CLUSTERS / f"paper_{number:02}.yaml")
-        for bits in (USUAL_BITS, BITWIDTHS):
+        for bits in (PAPER_BITS, BITWIDTHS):
             start, options = time.process_time(), PlanOptions(theta=theta, bits=bits)
             plan = find_plan(cluster, model_shape(name), name, WORKLOAD, options).plan
             cpu_s, solver = time.process_time() - start, plan.solver

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.lab import header, processor_name
+from benchmarks.lab import PAPER_BITS, header, processor_name
 from benchmarks.quantization.models import smollm2, texts_for
 from benchmarks.quantization.quality import (
     Bits,
@@ -29,7 +29,7 @@ from benchmarks.quantization.quality import (
 from llmpq.quality.omega import measure_omega
 from llmpq.quality.options import IndicatorOptions
 from planner.model.finding import model_shape
-from quant.scheme import BITWIDTHS, USUAL_BITS, WEIGHTED
+from quant.scheme import BITWIDTHS, WEIGHTED
 
 BITS_A_WEIGHT = (5.0, 6.5)
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [
         (budget, name, choose(omega.matrix, setting, budget, bits))
         for budget in budgets
-        for name, bits in (("3 4 8 16", USUAL_BITS), ("3 4 5 6 8 16", BITWIDTHS))
+        for name, bits in (("3 4 8 16", PAPER_BITS), ("3 4 5 6 8 16", BITWIDTHS))
     ]
     measured = Measured(setting)
     measured.measure(bits for *_, bits in rows)

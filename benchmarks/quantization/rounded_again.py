@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.lab import PAPER_BITS
 from quant.checkpoint.model_reference import demo_gguf
 from quant.checkpoint.reader import Checkpoint
 from quant.rounding.canonical import dequantize, quantize
-from quant.scheme import FULL_BITS, USUAL_BITS
+from quant.scheme import FULL_BITS
 from tests.quant.stored_formats import affine, compress, meant, of_table
 
 LAYERS = (0, 7, 14, 21, 29)
@@ -65,7 +66,7 @@ def main() -> None:
         stored = [encode(each) for each in every]
         total = sum(float(each.square().sum()) for each in stored)
         errors = []
-        for bits in USUAL_BITS:
+        for bits in PAPER_BITS:
             if bits != FULL_BITS:
                 lost = (dequantize(quantize(each, bits)) - each for each in stored)
                 error = math.sqrt(sum(float(each.square().sum()) for each in lost) / total)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.lab import processor_name, update_page
+from benchmarks.lab import PAPER_BITS, processor_name, update_page
 from benchmarks.planning.planner import uneven_sensitivity
 from benchmarks.quantization.models import MODELS
 from benchmarks.reproduction import paper_quality
@@ -54,7 +54,6 @@ from planner.profiles.rows import write_profiles
 from planner.profiles.sensitivity import OmegaContent, save_omega
 from planner.search.find import find_plan
 from quant.common.errors import InfeasibleError
-from quant.scheme import USUAL_BITS
 
 TURNS = 3  # of every search that is timed; the median counts
 LIMIT_S = 600.0  # for a search, so that none is cut off; one integer programme has 60, as in 6.7
@@ -120,7 +119,7 @@ class Inputs:
         if not path.exists():
             shape = model_shape(case.model)
             matrix = uneven_sensitivity(shape, case.cluster)
-            save_omega(path, OmegaContent(USUAL_BITS, shape.fingerprint(), matrix))
+            save_omega(path, OmegaContent(PAPER_BITS, shape.fingerprint(), matrix))
         return path
 
     def plan(self, case: Case, cluster: ClusterSpec, **changes: Any) -> PlanSpec | None:
@@ -269,7 +268,7 @@ def perplexities(inputs: Inputs, models: Sequence[str]) -> str:
         cluster, layers = cluster_of(case, CALIBRATED_GIB), model_shape(case.model).layers
         plan = inputs.plan(case, cluster)
         bits = {LLM_PQ: None if plan is None else plan_bits(plan)}
-        setting = Setting(cluster, case.model, case.workload, inputs.profiles, USUAL_BITS)
+        setting = Setting(cluster, case.model, case.workload, inputs.profiles, PAPER_BITS)
         for name in BASELINES:
             found = setting.baseline(name.lower()).bitwidth
             bits[name] = None if found is None else [found] * layers

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lab import PAPER_BITS
 from benchmarks.reproduction.paper_report import (
     BASELINES,
     FLEXGEN,
@@ -50,7 +51,6 @@ from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError
 from quant.common.units import GIB
-from quant.scheme import USUAL_BITS
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def outcome(case: Case, profiles: Path, less_gib: int) -> Outcome:
     for name, objective in OBJECTIVES.items():
         options = replace(paper_options(case, profiles), objective=objective)
         schemes[name] = _planned(case, cluster, options)
-    setting = Setting(cluster, case.model, case.workload, profiles, USUAL_BITS)
+    setting = Setting(cluster, case.model, case.workload, profiles, PAPER_BITS)
     schemes |= {name: _scheme(setting.baseline(name.lower())) for name in BASELINES}
     schemes |= {name: _offloaded(setting, name.lower()) for name in OFFLOADING}
     at_paper_bits = {name: _at_paper_bits(setting, case.paper[name], name) for name in BASELINES}

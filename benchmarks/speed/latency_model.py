@@ -35,7 +35,7 @@ from actors.profiling.on_cluster import measure_on_cluster
 from actors.profiling.task import ProfileState, ProfileTask
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
-from benchmarks.lab import header, processor_name
+from benchmarks.lab import PAPER_BITS, header, processor_name
 from llmpq.remote.session import ray_session
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
@@ -56,7 +56,6 @@ from planner.profiles.rows import ProfileRow
 from planner.scheduling import PHASES, Phase
 from planner.workload import Workload
 from quant.devices import local_processor
-from quant.scheme import USUAL_BITS
 
 CPU = torch.device("cpu")
 HELIX = {"T4": "T4", "A100": "A100-SXM4-40GB"}
@@ -292,7 +291,7 @@ def _small_models(folder: Path) -> Iterator[tuple[Path, PretrainedConfig]]:
 def _memory_row(path: Path, config: PretrainedConfig, draw: random.Random) -> tuple[str, float]:
     """A random plan of one to three stages, planned and held."""
     shape, device, dtype = model_shape(path), this_cpu(1), "bfloat16"
-    bits = tuple(draw.choice(USUAL_BITS) for _ in range(shape.layers))
+    bits = tuple(draw.choice(PAPER_BITS) for _ in range(shape.layers))
     cuts = sorted(draw.sample(range(1, shape.layers), draw.randrange(3)))
     bounds = [0, *cuts, shape.layers]
     slots, tokens = draw.randrange(1, 9), draw.randrange(16, 257)
@@ -322,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["cpu", "gpus", "memory"])
-    parser.add_argument("--bits", type=int, nargs="+", default=USUAL_BITS, choices=USUAL_BITS)
+    parser.add_argument("--bits", type=int, nargs="+", default=PAPER_BITS, choices=PAPER_BITS)
     parser.add_argument("--hidden", type=int, default=1024, help="cpu: width of the layer")
     parser.add_argument("--max_length", type=int, default=1024, help="cpu: longest length")
     parser.add_argument(

@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lab import header, processor_name, table_row
+from benchmarks.lab import PAPER_BITS, header, processor_name, table_row
 from benchmarks.speed.throughput_contestants import CLUSTER, CORES, Case
 from llmpq import Cluster, Workload
 from quant.checkpoint.model_reference import DEMO
-from quant.scheme import USUAL_BITS
 
 RANDOM = "168M"
 
@@ -49,10 +48,10 @@ class PlannedCase:
 
 CASES = {
     "16bit": PlannedCase(RANDOM, 1, (16,)),
-    "planned": PlannedCase(RANDOM, 1, USUAL_BITS),
-    "two": PlannedCase(RANDOM, 2, USUAL_BITS),
+    "planned": PlannedCase(RANDOM, 1, PAPER_BITS),
+    "two": PlannedCase(RANDOM, 2, PAPER_BITS),
     "two-16bit": PlannedCase(RANDOM, 2, (16,)),
-    "smollm2": PlannedCase(DEMO, 1, USUAL_BITS),
+    "smollm2": PlannedCase(DEMO, 1, PAPER_BITS),
 }
 
 

@@ -21,7 +21,7 @@ from planner.cluster.accelerators import registry
 from planner.cluster.device import CUDA_CONTEXT_BYTES
 from planner.option_rules import argument, flag
 from quant.common.units import GIB, KIB, MIB
-from quant.scheme import BITWIDTHS, FULL_BITS, USUAL_BITS, Processor
+from quant.scheme import BITWIDTHS, FULL_BITS, Processor
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,11 +36,14 @@ _MODELS_DESCRIPTION = (
 )
 _MODELS_EXAMPLES = ("%(prog)s", "%(prog)s qwen2.5-14b-instruct", "%(prog)s /models/opt-30b --json")
 
+_LISTED_BITS = (16, 8, 4, 3)
+"""Those for which the list has room; `llmpq models NAME` tells of all."""
+
 _MODEL_HEADS = (
     "model",
     "B",
     "active",
-    *(f"{bits}bit" for bits in reversed(USUAL_BITS)),
+    *(f"{bits}bit" for bits in _LISTED_BITS),
     "on GPUs of",
     "tokens",
 )
@@ -184,13 +187,13 @@ def _model_table(shapes: Iterable[ModelShape]) -> RenderableType:
         if shape.model_type != family:
             family = shape.model_type
             table.add_row(f"{family}")
-        sizes = (least_gpu_gib(shape, bits) for bits in reversed(USUAL_BITS))
+        sizes = (least_gpu_gib(shape, bits) for bits in _LISTED_BITS)
         is_sparse = shape.active_parameters < shape.total_parameters
         table.add_row(
             f"  {shape.name}",
             _short(shape.total_parameters / 1e9),
             _short(shape.active_parameters / 1e9) if is_sparse else "",
-            *(_short(weight_bytes(shape, bits) / GIB) for bits in reversed(USUAL_BITS)),
+            *(_short(weight_bytes(shape, bits) / GIB) for bits in _LISTED_BITS),
             " ".join("-" if size is None else str(size) for size in sizes),
             f"{shape.max_positions / KIB:g}K",
         )

@@ -41,7 +41,7 @@ from planner.profiles.design import DesignSpace, ProfileOptions
 from planner.profiles.rows import read_profiles, write_profiles
 from quant.common.errors import LlmpqError, SpecError
 from quant.common.files import user_cache_folder
-from quant.scheme import USUAL_BITS
+from quant.scheme import BITWIDTHS
 
 _STAT = Path("/proc/stat")
 _KINDS, _IDLE = 8, (3, 4)
@@ -176,7 +176,6 @@ def _times(device: Device, model: str, options: PlanOptions) -> str:
     """The file of the times, which are measured if it is not there."""
     config, dtype = model_config(model), device.compute_dtype(options.dtype)
     shape = shape_from_config(model, config)
-    stored = {each.stored.bits for each in shape.kind_shapes if each.stored is not None}
     if max(each.layer_parameters for each in shape.plain.kind_shapes) > _LARGEST_LAYER:
         config, model = _STANDS_FOR_LARGER, "LLaMA layer"
         shape = shape_from_config(model, config)
@@ -184,7 +183,7 @@ def _times(device: Device, model: str, options: PlanOptions) -> str:
         "name": Path(model).name,
         "config": dict(config),
         "dtype": dtype,
-        "bits": sorted({*USUAL_BITS, *options.bits, *stored}),
+        "bits": BITWIDTHS,
         "threads": device.threads or 1,
         "beside": device.neighbours,
     }

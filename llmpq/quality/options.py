@@ -9,7 +9,7 @@ from pathlib import Path
 from planner.model.shape import ModelShape
 from planner.option_rules import option
 from quant.common.errors import InputError, SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, ROUNDINGS, USUAL_BITS, VarianceForm
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, ROUNDINGS, VarianceForm
 
 SEQUENCE_LENGTH = 512
 """Tokens of a window where nothing else is asked: LLM-PQ's prompts (section 6.1)."""
@@ -76,7 +76,7 @@ class IndicatorOptions:
     )
     form: VarianceForm = VarianceForm()
     rounding: str = ROUNDINGS[0]
-    bits: tuple[int, ...] = option(BITWIDTHS, "bitwidths", USUAL_BITS)
+    bits: tuple[int, ...] = option(BITWIDTHS, "bitwidths", BITWIDTHS)
     sequences: int = option("COUNT", "sequences to calibrate on", 32)
     sequence_length: int | None = option(
         "TOKENS",

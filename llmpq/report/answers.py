@@ -234,11 +234,12 @@ def most_bits(plan: PlanSpec) -> int:
     if plan.beside.full_precision is not None:
         return round(plan.beside.full_precision.mean_bits)
     used = max(used_bits(plan))
-    return used if plan.origin is None else max(used, *plan.origin.options.bits)
+    return used if plan.origin is None else max(used, *(plan.origin.options.bits or BITWIDTHS))
 
 
 def _is_one(plan: PlanSpec, full: PlanChoice) -> bool:
-    return full.mean_bits in (BITWIDTHS if plan.origin is None else plan.origin.options.bits)
+    asked = () if plan.origin is None else plan.origin.options.bits
+    return full.mean_bits in (asked or BITWIDTHS)
 
 
 def used_bits(plan: PlanSpec) -> set[int]:

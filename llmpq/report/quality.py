@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmpq.report.formatting import SPACE, count, listed, number, plural
-from quant.scheme import BITWIDTHS, FULL_BITS, USUAL_BITS
+from quant.scheme import FULL_BITS
 
 if TYPE_CHECKING:  # jobs are shown without the planner
     from planner.plan.parts import PerplexityForecast, QualityForecast
@@ -40,23 +40,8 @@ def quality_word(plan: PlanSpec) -> QualityWord:
         return QualityWord(AS_IT_IS, f"{told}: nothing is quantized")
     if plan.quality is None:
         return QualityWord("not known", f"{told}: the plan's file does not say it; plan again")
-    told += _left_out(plan, {*counts, *prefills})
     basis = f"{_interval(plan.quality)}; {told}; {_source(plan, plan.quality)}"
     return QualityWord(more_perplexity(plan.quality.divergence), basis)
-
-
-def _left_out(plan: PlanSpec, chosen: set[int]) -> str:
-    """Bitwidths that plans choose from only where they are named, and lie between those of a
-    mixture: at equal memory it would lose less with them.
-    """
-    offered = BITWIDTHS if plan.origin is None else plan.origin.options.bits
-    between = [bits for bits in BITWIDTHS if min(chosen) < bits < max(chosen) and bits < FULL_BITS]
-    missing = [bits for bits in between if bits not in (*USUAL_BITS, *offered)]
-    if not missing:
-        return ""
-    named = " ".join(str(bits) for bits in sorted({*offered, *missing}))
-    beside = listed([str(bits) for bits in missing])
-    return f"; with {beside} bit beside, they may lose less (--bits {named})"
 
 
 AS_IT_IS = "as the checkpoint has it"

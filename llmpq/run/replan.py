@@ -18,8 +18,8 @@ from planner.lengths import RequestLengths
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.options import PlanOptions
-from planner.plan.origin import FILE_OPTIONS, PlanOrigin
-from planner.plan.spec import PlanSpec, StagePlan
+from planner.plan.origin import FILE_OPTIONS, PlanOrigin, with_planned
+from planner.plan.spec import PlanSpec, StagePlan, all_stages
 from planner.search.find import find_plan
 from planner.workload import Job, Workload
 from quant.common.errors import (
@@ -87,7 +87,8 @@ def _planned(
     plan: PlanSpec, origin: PlanOrigin, workload: Workload | Job, model: str | None
 ) -> PlanSpec:
     """The best plan for the model of `plan` and for `workload`, from another origin."""
-    cluster, options = origin.cluster_spec(), _usable(origin.options)
+    used = {bits for stage in all_stages(plan) for bits in stage.bitwidths}
+    cluster, options = origin.cluster_spec(), _usable(with_planned(origin.options, used))
     shape, source = _shape_of(plan, model), plan.model.source
     if options.bounds_requests:
         found = _within_bound(plan, cluster, shape, options, _requests(plan, workload))

@@ -9,7 +9,7 @@ from functools import cache
 from planner.model.layer_parts import DeltaMixer, Experts, LatentAttention
 from planner.model.shape import ModelShape
 from quant.backends.table import rule_for
-from quant.scheme import DTYPE_BYTES, USUAL_BITS, LinearShape, Processor
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, LinearShape, Processor
 
 KV_SCALE_BYTES = 2
 """Bytes of the scale of a token's key or value in one head, beside its 8-bit codes."""
@@ -113,7 +113,7 @@ def restored_bytes(shape: ModelShape, processor: Processor, dtype: str, rows: in
     """Bytes of the largest weight that products of so many rows restore, at any bitwidth."""
     largest = 0
     for linear in all_linears(shape):
-        for bits in USUAL_BITS:
+        for bits in BITWIDTHS:
             rule = rule_for(processor, bits, linear, dtype, decode_rows=rows)
             cost = rule.cost_of(processor, linear, dtype)
             if cost.passes and rows >= cost.restores_from:

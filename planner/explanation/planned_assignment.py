@@ -23,6 +23,7 @@ from planner.optimiser.assignment import (
     stage_times,
 )
 from planner.optimiser.problem import AssignmentProblem, decode_round_form
+from planner.plan.origin import with_planned
 from planner.plan.simulate import first_rows
 from planner.plan.spec import PlanSpec
 from planner.search.qualities import bits_by_quality
@@ -229,7 +230,8 @@ def rebuilt_costs(plan: PlanSpec) -> CostModel:
             f"{changed} is not what it was when the plan was made from it; put it back as it was, "
             f"or {_REMEDY}"
         )
-    options = replace(origin.options, kv_bits=plan.kv_bits, head_bits=(plan.head_bits,))
+    options = with_planned(origin.options, _used_bits(plan))
+    options = replace(options, kv_bits=plan.kv_bits, head_bits=(plan.head_bits,))
     job = None if plan.job is None else plan.job.job
     cluster, shape = origin.cluster_spec(), _shape(plan)
     costs, _ = costs_of(PlanningRequest(cluster, shape, plan.workload, options, job))

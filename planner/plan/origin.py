@@ -84,6 +84,13 @@ def origin_of(
     return PlanOrigin(text, named, files=digests)
 
 
+def with_planned(options: PlanOptions, planned: Collection[int]) -> PlanOptions:
+    """`options` whose bits, if they name any, have those of their plan too: earlier versions wrote
+    3, 4, 8 and 16 where nothing was said, without others that the checkpoint was stored with.
+    """
+    return replace(options, bits=(*options.bits, *planned)) if options.bits else options
+
+
 def _absolute(path: str | Path | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().absolute())
 

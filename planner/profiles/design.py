@@ -12,7 +12,7 @@ import numpy.typing as npt
 from planner.option_rules import ABOVE_0_S, ANY, AT_LEAST_1, Range, option, refuse_outside
 from planner.scheduling import Phase
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, USUAL_BITS
+from quant.scheme import BITWIDTHS, DTYPE_BYTES
 
 # Lengths that are tried between the shortest and the longest: more than points are measured.
 _LENGTHS = 24
@@ -87,7 +87,7 @@ class DesignSpace:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    bits: tuple[int, ...] = option(BITWIDTHS, "bitwidths", USUAL_BITS, within=ANY)
+    bits: tuple[int, ...] = option(BITWIDTHS, "bitwidths", BITWIDTHS, within=ANY)
     dtype: str = option(("auto", *DTYPE_BYTES), "type to compute in", "auto", within=ANY)
     points: int = option(
         "COUNT",

@@ -40,12 +40,13 @@ from planner.profiles.selection import (
     TimeQuery,
     applies,
     describe_selections,
+    measured_bits,
     select_all,
     select_rows,
 )
 from planner.scheduling import PHASES, Phase
 from quant.backends.table import HOST_BACKENDS
-from quant.scheme import FULL_BITS
+from quant.scheme import BITWIDTHS, FULL_BITS
 
 Precision = tuple[Device, int, str, Phase]
 
@@ -164,7 +165,9 @@ class FittedLatency(DerivedLatency):
         estimate = self.model.provenance(device, dtype, bits)
         if self._plain is None or not all(used.problem for used in found):
             has_head = bool(self._head_rows(device, dtype).rows)
-            return describe_selections(verb, found, estimate, has_head)
+            measured = measured_bits(self.profiles, device, dtype, self._layer)
+            lacking = {*BITWIDTHS} - {*bits} - measured
+            return describe_selections(verb, found, estimate, has_head, lacking)
         scaled = select_all(self.profiles, device, dtype, self._plain._layer, bits)
         if not any(used.rows for used in scaled):
             return estimate

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from quant.common.errors import SpecError
 from quant.common.json_text import loads
-from quant.scheme import USUAL_BITS
+from quant.scheme import BITWIDTHS
 
 Matrix = npt.NDArray[np.float64]
 
@@ -24,6 +24,9 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".npz")
 _NO_ARRAY = (ValueError, TypeError, OverflowError, EOFError, SyntaxError, TokenError)
 """Errors that numpy raises for headers that it cannot read, or of impossible arrays."""
+
+PROTOTYPE_BITS = (3, 4, 8, 16)
+"""The columns of LLM-PQ's prototype."""
 
 ENDS, BETWEEN = (4, 8), {5: 0.37, 6: 0.68}
 """Where 5 and 6 bit lie between 4 and 8 on a logarithmic scale: by the divergence of SmolLM2 0.38
@@ -83,13 +86,12 @@ def bare_array(
     rows: object, path: Path, layers: int, bitwidths: Sequence[int]
 ) -> tuple[Sequence[int], Matrix]:
     """The columns `[layers, K]` of a bare array, and of which bits they are: as many as bitwidths,
-    or those of 3, 4, 8, 16 bit; the prototype sorts them as text (16, 3, 4, 8), which shows as a
-    layer loses next to nothing at 16 bit.
+    or those of the prototype, or all; the prototype sorts them as text (16, 3, 4, 8), which shows
+    as a layer loses next to nothing at 16 bit.
     """
     matrix = as_matrix(rows, path)
-    columns = bitwidths
-    if matrix.ndim == 2 and matrix.shape[1] == len(USUAL_BITS) != len(bitwidths):
-        columns = USUAL_BITS
+    known = (bitwidths, PROTOTYPE_BITS, BITWIDTHS)
+    columns = next((each for each in known if matrix.shape[1:] == (len(each),)), bitwidths)
     check_shape(matrix, path, (layers, len(columns)))
     by_text = sorted(columns, key=str)
     in_order = matrix[:, [by_text.index(bits) for bits in columns]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.cluster.device import Device
@@ -11,7 +11,7 @@ from planner.profiles.rows import ProfileRow
 from planner.scheduling import PHASES, Phase
 from quant.backends.table import backend_name
 from quant.common.errors import SpecError
-from quant.scheme import DTYPE_BYTES, Processor
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, Processor
 
 _PLAIN_CPU = Processor(instruction_sets=frozenset())
 
@@ -144,11 +144,25 @@ def select_all(
     ]
 
 
+def measured_bits(
+    profiles: Sequence[ProfileRow], device: Device, dtype: str, layer: LayerTerms
+) -> set[int]:
+    """The bitwidths whose times rows tell in both phases: of the very layer where there are any."""
+    found = select_all(profiles, device, dtype, layer, BITWIDTHS)
+    scaled = set(BITWIDTHS) - {used.wanted.bits for used in found if not used.rows}
+    return scaled - {used.wanted.bits for used in found if used.problem} or scaled
+
+
 def describe_selections(
-    verb: str, found: Sequence[SelectedRows], estimate: str, has_head: bool = False
+    verb: str,
+    found: Sequence[SelectedRows],
+    estimate: str,
+    has_head: bool = False,
+    lacking: Collection[int] = (),
 ) -> str:
     """Describe from which rows times are taken (`verb` them); else `estimate` and the reason.
-    `has_head`: there are rows of LM heads too.
+    `has_head`: there are rows of LM heads too; `lacking`: bitwidths that plans leave out for want
+    of rows.
     """
     rows = [row for used in found for row in used.rows]
     missing = [used for used in found if not used.rows]
@@ -165,6 +179,9 @@ def describe_selections(
         parts.append(f"{estimate} ({'; '.join(_problems(missing))})")
     if rows:
         parts.append(HEAD_TOO if has_head else f"embedding and LM head {estimate}")
+    if rows and lacking:
+        bits = " and ".join(map(str, sorted(lacking)))
+        parts.append(f"without {bits} bit, which llmpq profile would add")
     return "; ".join(parts)
 
 

@@ -3,7 +3,7 @@
 - `fast` has the most tokens per second (all sensitivity together counts for less than a thousandth
   of the time).
 - `balanced` and `high` are near 16 bit: no layer has fewer than `NEAR_FULL_BITS`. Only where memory
-  has no room for that have they fewer, and then none has fewer than all layers have room for.
+  has no room for that have they fewer, at first 4 to 6, and none has 3 where all have room for 4.
 - `balanced` takes the time of the fastest plan as one, and its sensitivity as a tenth, and has the
   least sum of both: it is one percent slower wherever that removes a tenth of that sensitivity.
 - `high` has the least sensitivity of those at most a tenth slower than the fastest of such bits.
@@ -41,6 +41,10 @@ from quant.scheme import NEAR_FULL_BITS
 SLOWER = 0.1
 """Share of the most tokens per second that `high` gives up at most, and share of the fastest
 plan's time that `balanced` takes its sensitivity for."""
+
+LEAST_BITS = (NEAR_FULL_BITS, 4, 3)
+"""No step ends at 5 or 6: with one prompt in flight that still fits, nearly all speed would be
+given up for what 4 bit beside them loses more."""
 
 TIE_BREAK = 3e-4  # share of the time that the worst sensitivity counts for in `fast`
 TYPICAL_IN_FLIGHT = 64  # at which a job's time is guessed, to within a small factor
@@ -91,12 +95,9 @@ def chosen_by_quality(costs: CostModel, quality: Quality, clock: Callable[[], fl
 
 
 def bits_by_quality(bits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the bits of `balanced` and `high`: those near 16, then each time the next too."""
-    fewer = sorted((each for each in bits if each < NEAR_FULL_BITS), reverse=True)
-    for least in (NEAR_FULL_BITS, *fewer):
-        usable = tuple(each for each in bits if each >= least)
-        if usable:
-            yield usable
+    """Yield the bits of `balanced` and `high`: those near 16, then fewer too, step by step."""
+    steps = (tuple(each for each in bits if each >= least) for least in LEAST_BITS)
+    yield from filter(None, dict.fromkeys(steps))
 
 
 def has_only(bits: tuple[int, ...], costs: CostModel, solution: Solution) -> bool:

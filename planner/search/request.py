@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
 from planner.adapters import adapter_folders, ranks_of, with_adapters
 from planner.assumed_predictor import LONGEST, AssumedPredictor
+from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, SlowedLatency
 from planner.costs.hosting import can_host
@@ -26,7 +28,7 @@ from planner.profiles.layer_terms import LayerTerms
 from planner.profiles.links import links_beside, links_path, sums_beside, sums_path
 from planner.profiles.perplexity_fit import perplexity_bound
 from planner.profiles.rows import read_profiles
-from planner.profiles.selection import refuse_estimates
+from planner.profiles.selection import measured_bits, refuse_estimates
 from planner.profiles.sensitivity import (
     DEFAULT_SOURCE,
     Omega,
@@ -37,7 +39,7 @@ from planner.profiles.sensitivity import (
 from planner.scheduling import BOUNDED, PREDICTING
 from planner.workload import Job, Workload, check_length
 from quant.common.errors import InfeasibleError, SpecError
-from quant.scheme import FULL_BITS, GPTQ, KV_BITWIDTHS, NEAR_FULL_BITS, USUAL_BITS
+from quant.scheme import BITWIDTHS, FULL_BITS, GPTQ, KV_BITWIDTHS, NEAR_FULL_BITS
 
 _Found = TypeVar("_Found")
 
@@ -53,15 +55,15 @@ class PlanningRequest:
     job: Job | None = None
 
     def __post_init__(self) -> None:
-        """Have the shape hold the adapters that options name, and embedding and head the bits; bits
-        that layers are stored with may be chosen where none are named.
+        """Have the shape hold the adapters that options name, and embedding and head the bits;
+        where no bits are named, name all that are known.
         """
         bits = max(self.options.head_bits)
         if self.shape.head_bits != bits:
             object.__setattr__(self, "shape", self.shape.with_all(head_bits=bits))
-        held = {*USUAL_BITS, *(each.stored.bits for each in self.shape.kind_shapes if each.stored)}
-        if self.options.bits == USUAL_BITS != tuple(sorted(held)):
-            object.__setattr__(self, "options", replace(self.options, bits=tuple(sorted(held))))
+        if not self.options.bits:
+            known = _known_bits(self.cluster, self.shape, self.options)
+            object.__setattr__(self, "options", replace(self.options, bits=known))
         if self.options.adapters:
             ranks = ranks_of(adapter_folders(self.options.adapters), self.shape)
             object.__setattr__(self, "shape", with_adapters(self.shape, ranks))
@@ -219,14 +221,31 @@ def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptio
     hosts = tuple(each for each in cluster.measured_links if each.place == "host")
     rows = read_profiles(options.profiles, own=cluster.own_accelerators)
     if options.strict_profiles:
-        kinds = {device.time_kind: device for device in reversed(cluster.devices)}
-        typed = [(each, each.compute_dtype(options.dtype)) for each in reversed(kinds.values())]
+        typed = _typed_devices(cluster, options)
         for kind in shape.kind_shapes:
             layer = LayerTerms.of(kind)
             refuse_estimates(rows, layer, typed, options.bits, str(options.profiles))
     fitted = FittedLatency(rows, RooflineLatency(shape, host_links=hosts))
     latency = ProfiledLatency(fitted) if options.profile_use == "measured" else fitted
     return latency if kv_bits == FULL_BITS else EightBitCacheLatency(latency, kv_bits)
+
+
+def _typed_devices(cluster: ClusterSpec, options: PlanOptions) -> list[tuple[Device, str]]:
+    """A device of each kind that has times of its own, with the type that it computes in."""
+    kinds = {device.time_kind: device for device in reversed(cluster.devices)}
+    return [(each, each.compute_dtype(options.dtype)) for each in reversed(kinds.values())]
+
+
+def _known_bits(cluster: ClusterSpec, shape: ModelShape, options: PlanOptions) -> tuple[int, ...]:
+    """The bitwidths that a plan chooses from where none are named (`PlanOptions.bits`)."""
+    if options.profiles is None:
+        return BITWIDTHS
+    rows = read_profiles(options.profiles, own=cluster.own_accelerators)
+    known, typed = set(BITWIDTHS), _typed_devices(cluster, options)
+    for kind, (device, dtype) in product(shape.kind_shapes, typed):
+        known &= measured_bits(rows, device, dtype, LayerTerms.of(kind)) or known
+    stored = {each.stored.bits for each in shape.kind_shapes if each.stored}
+    return tuple(sorted(known | stored)) if known else BITWIDTHS
 
 
 def omega_of(shape: ModelShape, options: PlanOptions) -> Omega:

@@ -18,6 +18,7 @@ import torch
 from actors.profiling.layers import TimedLayers
 from benchmarks.gpu.findings import Findings, Place
 from benchmarks.gpu.measurements.models import (
+    MIXED,
     accelerator_of,
     backends_here,
     note_substitutes,
@@ -36,7 +37,6 @@ from planner.profiles.layer_terms import LayerTerms
 from planner.profiles.rows import ProfileRow, write_profiles
 from quant.devices import local_processor
 from quant.linear import LayerForm
-from quant.scheme import USUAL_BITS
 
 PROFILE = "layer_profile.csv"
 BUDGET_S = 30.0
@@ -63,7 +63,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
     device, config = planned_device(place), opt_config(place)
     dtype = device.compute_dtype()
     shape = shape_from_config("opt", json.loads(config.to_json_string()))
-    backends = backends_here(place, USUAL_BITS, dtype)
+    backends = backends_here(place, MIXED, dtype)
     note_substitutes(findings, place, backends, dtype)
     roofline = RooflineLatency(shape)
     table = findings.table(
@@ -73,7 +73,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
     )  # fmt: skip
     found: list[_Timed] = []
     ratios: dict[tuple[int, str], list[float]] = {}
-    for bits in USUAL_BITS:
+    for bits in MIXED:
         timed: list[_Timed] = []
         with findings.trying(f"{bits} bit"):
             timed += _timed(place, bits, dtype, backends[bits])

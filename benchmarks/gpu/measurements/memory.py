@@ -36,7 +36,7 @@ from planner.model.finding import model_shape
 from planner.workload import MicroBatches, Workload
 from quant.common.units import MIB
 from quant.devices import local_processor
-from quant.scheme import FULL_BITS, USUAL_BITS
+from quant.scheme import FULL_BITS
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
     accelerator_of(place)
     folder, device = opt_checkpoint(place), planned_device(place)
     dtype = device.compute_dtype()
-    backends = backends_here(place, USUAL_BITS, dtype)
+    backends = backends_here(place, MIXED, dtype)
     note_substitutes(findings, place, backends, dtype)
     workload = Workload(*place.size((32, 512, 100), (2, 16, 4)))
     sizes = _Sizes(workload, place.size(8, 1), workload.global_batch)

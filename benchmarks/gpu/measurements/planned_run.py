@@ -41,7 +41,7 @@ from planner.search.find import find_plan
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
 from quant.devices import local_processor
-from quant.scheme import FULL_BITS, USUAL_BITS
+from quant.scheme import FULL_BITS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
 
@@ -89,7 +89,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
         else "part `layers` has left no profile: predictions are the datasheet's alone"
     )
     dtype = spec.devices[0].compute_dtype()
-    backends = backends_here(place, USUAL_BITS, dtype)
+    backends = backends_here(place, MIXED, dtype)
     note_substitutes(findings, place, backends, dtype)
     table = findings.table(
         f"{workload.global_batch} prompts of {workload.prompt_length} tokens, "
@@ -122,15 +122,15 @@ def plans(
     """The plans to run, each with its name and the cluster it was planned for."""
     shape = model_shape(folder)
     layers = shape.layers
-    uniform = {bits: fixed_plan(spec, folder, workload, [bits] * layers) for bits in USUAL_BITS}
-    for bits in reversed(USUAL_BITS):
+    uniform = {bits: fixed_plan(spec, folder, workload, [bits] * layers) for bits in MIXED}
+    for bits in reversed(MIXED):
         yield f"{bits}", uniform[bits], spec
     mixed = [MIXED[i % len(MIXED)] for i in range(layers)]
     yield "3/4/8/16 in turn", fixed_plan(spec, folder, workload, mixed), spec
     memory = uniform[FULL_BITS].stages[0].memory
     room = memory.total - round((1 - WEIGHTS_WITH_ROOM) * memory.weights)
     tight = replace(spec, devices=(replace(spec.devices[0], memory_bytes=room),))
-    chosen = find_plan(tight, shape, str(folder), workload, PlanOptions(theta=1.0)).plan
+    chosen = find_plan(tight, shape, str(folder), workload, PlanOptions(theta=1.0, bits=MIXED)).plan
     yield _described(chosen), chosen, tight
 
 
@@ -200,7 +200,7 @@ def one_pass(plan: PlanSpec, stages: Sequence[Stage], requests: Sequence[Request
 
 def _described(plan: PlanSpec) -> str:
     """Describe a plan for little memory: how many layers have which bits."""
-    counts = {bits: plan.stages[0].bitwidths.count(bits) for bits in USUAL_BITS}
+    counts = {bits: plan.stages[0].bitwidths.count(bits) for bits in MIXED}
     return "planned: " + ", ".join(f"{n} at {bits}" for bits, n in counts.items() if n)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.lab import ROOT, header, processor_name, table_row
+from benchmarks.lab import PAPER_BITS, ROOT, header, processor_name, table_row
 from benchmarks.reproduction.latency_bounds.runtime import OTHER_SEED, SEED, seen_by_runtime
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
@@ -34,7 +34,6 @@ from planner.options import PlanOptions
 from planner.scheduling import SCHEDULE_KINDS, RequestSchedule, ScheduleKind
 from planner.search.request import PlanningRequest
 from quant.common.errors import BoundNotMetError, InfeasibleError
-from quant.scheme import USUAL_BITS
 
 
 def _mixture(*parts: tuple[float, LengthDistribution]) -> LengthDistribution:
@@ -69,12 +68,12 @@ LENGTHS = {
 }
 
 NAMED = (
-    ("opt-66b", "paper_06", "bimodal", "rra", 10.7, USUAL_BITS),
-    ("opt-66b", "paper_06", "bimodal", "rra", 25.0, USUAL_BITS),
-    ("opt-66b", "paper_09", "short answers", "rra", 16.2, USUAL_BITS),
-    ("opt-30b", "paper_09", "short answers", "rra", 4.29, USUAL_BITS),
-    ("opt-30b", "paper_09", "constant", "waa-c", 5.24, USUAL_BITS),
-    ("opt-13b", "paper_10", "long tail", "rra", 32.6, USUAL_BITS),
+    ("opt-66b", "paper_06", "bimodal", "rra", 10.7, PAPER_BITS),
+    ("opt-66b", "paper_06", "bimodal", "rra", 25.0, PAPER_BITS),
+    ("opt-66b", "paper_09", "short answers", "rra", 16.2, PAPER_BITS),
+    ("opt-30b", "paper_09", "short answers", "rra", 4.29, PAPER_BITS),
+    ("opt-30b", "paper_09", "constant", "waa-c", 5.24, PAPER_BITS),
+    ("opt-13b", "paper_10", "long tail", "rra", 32.6, PAPER_BITS),
     ("opt-13b", "paper_10", "long tail", "rra", 32.6, (16,)),
     ("opt-13b", "paper_10", "long tail", "rra", 33.9, (16,)),
 )

@@ -7,6 +7,7 @@ assignment that has one, and is part of the bound that is told.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,6 +23,9 @@ MOST_BITWIDTHS = 4
 MOST_WAYS = 5_000
 """Ways to count all layers by bitwidth up to which more bitwidths take as long."""
 
+_ENDS = (3, 4, 8, 16)
+"""Searched last, so that 5 and 6 bit beside them never make a plan worse."""
+
 Solve = Callable[[AssignmentProblem, SolveOptions, LossTables], Assignment]
 
 
@@ -33,8 +37,9 @@ def has_many(problem: AssignmentProblem) -> bool:
 def solve_with_few(
     problem: AssignmentProblem, options: SolveOptions, tables: LossTables, solve: Solve
 ) -> Assignment:
-    """The best assignment with the bitwidths of the least prices, or, where that is not proven to
-    be the best of all, with its own and those that were left out; the bound is over all of them.
+    """The best assignment with the bitwidths of the least prices; where that is not proven to be
+    the best of all, with those that it has most of and others, and then without 5 and 6 bit. The
+    bound is over all of them.
     """
     start_s, relaxed = options.clock(), relax(problem)
     over_s, liked = _over_s(relaxed)
@@ -53,17 +58,21 @@ def solve_with_few(
     found = best_of(few, options)
     others = relaxed.path.bound + float(over_s[~np.isin(bits, few)].min())
     bound = min(found.bound, max(relaxed.bound, others * (1 - ROUNDING)))
-    told = _told(found, bound, options, start_s)
-    if told.status == "bounded":
-        left = [each for each in order if each not in few]
-        again = _first([*bits[list(found.bitwidth)].tolist(), *left, *few])
+    told, searched = _told(found, bound, options, start_s), [set(few)]
+    left = [each for each in order if each not in few]
+    own = [each for each, _ in Counter(bits[list(found.bitwidth)].tolist()).most_common()]
+    for others in (_first([*own[: MOST_BITWIDTHS - 1], *left, *few]), _ENDS):
+        others = [each for each in others if each in order]
+        if told.status != "bounded" or any(each.issuperset(others) for each in searched):
+            continue
+        searched.append(set(others))
         limit_s = options.time_limit_s
         if limit_s is not None:
             limit_s = max(limit_s - (options.clock() - start_s), limit_s / 10)
-        below = replace(options, upper_bound=found.objective, time_limit_s=limit_s)
-        second = best_of(again, below)
-        if second.bitwidth:
-            told = _told(second, min(bound, second.bound), options, start_s)
+        below = replace(options, upper_bound=told.objective, time_limit_s=limit_s)
+        better = best_of(others, below)
+        if better.bitwidth:
+            told = _told(better, min(bound, better.bound), options, start_s)
     return told
 
 

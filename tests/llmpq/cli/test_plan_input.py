@@ -58,7 +58,7 @@ def run(main: Callable[[list[str]], int], *arguments: str) -> int:
         (
             "name: c\nnodes: [{accelerators: CPU, memory_gib: 4, threads: 2}]\n",
             ["--profiles", "PROFILE", "--strict_profiles"],
-            "has not all times of node0/CPU:0: bits 3, 4, 8, 16: taken on T4-16GB",
+            "has not all times of node0/CPU:0: bits 3, 4, 5, 6, 8, 16: taken on T4-16GB",
         ),
         (
             ONE_T4.replace("SIZE", "8"),
@@ -112,7 +112,9 @@ def test_the_table_says_where_times_come_from(
     assert run(plan_cli.main, *given, "--profiles", str(tmp_path / "times.csv")) == EXIT_DONE
     shown = " ".join(capsys.readouterr().out.split())
     assert "times: T4-16GB fitted to 1 profile rows of times.csv (bits 16); estimated: " in shown
-    assert "(bits 3, 4, 8: no rows; decode of bits 16: no rows); embedding and LM head" in shown
+    assert (
+        "(bits 3, 4, 5, 6, 8: no rows; decode of bits 16: no rows); embedding and LM head" in shown
+    )
 
 
 @pytest.fixture(scope="module")

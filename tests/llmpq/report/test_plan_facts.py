@@ -30,7 +30,6 @@ from planner.plan.parts import (
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyName, PolicyOptions
 from planner.workload import Job
-from quant.scheme import BITWIDTHS
 from tests.llmpq.jobs_of_prompts import BALANCED, FAST, HIGH, LENGTHS, SCALE, job_plan, small_plan
 from tests.llmpq.report.pages import Page
 
@@ -61,18 +60,6 @@ def test_quality_is_told_in_perplexity_and_nats(nats: float, words: str) -> None
     assert plain(f"{found.word} ({found.basis}").startswith(words)
     assert "6 at 8 bit and 6 at 4 bit of 12 layers" in found.basis
     assert facts_of(losing(nats)).sentence.endswith(f"with {found.word} than the checkpoint.")
-
-
-def test_mixtures_are_told_of_the_bitwidths_between_that_were_not_offered() -> None:
-    mixed, hint = losing(0.1), "; with 5 and 6 bit beside, they may lose less (--bits 3 4 5 6 8 16)"
-    assert mixed.origin is not None
-    assert hint in quality_word(mixed).basis
-    for bits in ((4,), (4, 3), (16, 8)):
-        plain_mixture = replace(with_bits(bits), quality=mixed.quality)
-        assert "beside, they" not in quality_word(plain_mixture).basis
-    offered = replace(mixed.origin.options, bits=BITWIDTHS)
-    searched = replace(mixed, origin=replace(mixed.origin, options=offered))
-    assert "beside, they" not in quality_word(searched).basis
 
 
 def test_the_source_of_quality_is_named_and_what_measures_it() -> None:

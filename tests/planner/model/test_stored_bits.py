@@ -29,7 +29,7 @@ from planner.workload import Workload
 from quant.backends.table import backend_name
 from quant.checkpoint.stored_config import Scheme, StoredConfig
 from quant.common.errors import SpecError
-from quant.scheme import USUAL_BITS
+from quant.scheme import BITWIDTHS
 from tests.planner.plan_alone import find_plan
 
 LLAMA: dict[str, Any] = {
@@ -194,21 +194,49 @@ def test_what_is_stored_loses_nothing_and_may_always_be_used(tmp_path: Path) -> 
     lost[0, 1] = lost[1, 0] = False
     assert np.array_equal(costs.sensitivity, plain.sensitivity * lost)
     near = replace(costs, usable_bits=(8, 16))
-    usable = [[near.is_usable(found.layer(i), bits) for bits in USUAL_BITS] for i in (0, 1)]
-    assert usable == [[False, True, True, True], [True, False, True, True]]
+    usable = [[near.is_usable(found.layer(i), bits) for bits in BITWIDTHS] for i in (0, 1)]
+    assert usable == [
+        [each in (4, 8, 16) for each in BITWIDTHS],
+        [each in (3, 8, 16) for each in BITWIDTHS],
+    ]
     for bits in (8, 16):  # as of weights that were never quantized, but for nf4
         again, never = (packed_bytes(each.layer(0), bits) for each in (found, found.plain))
         assert again == never
 
 
-def test_bits_that_are_stored_may_be_chosen_where_none_are_named(tmp_path: Path) -> None:
+PROFILE = "device,model,h1,h2,prompt_length,context_length,phase,bits,batch_size,ms_per_layer\n"
+
+
+def test_bits_that_are_known_may_be_chosen_where_none_are_named(tmp_path: Path) -> None:
+    """Those of which a profile has prefill and decode, those that are stored, or all."""
     found = shape(tmp_path / "model", bits=5, group_size=32, format="llmpq")
     cluster, workload = ClusterSpec.from_counts(["T4"], [1]), Workload(2, 8, 4)
     request = PlanningRequest(cluster, found, workload, PlanOptions())
-    assert request.options.bits == (3, 4, 5, 8, 16)
+    assert request.options.bits == BITWIDTHS
     assert costs_of(request)[0].sensitivity[:, 2].tolist() == [0.0, 0.0]
-    named = PlanningRequest(cluster, found, workload, PlanOptions(bits=(4, 16)))
-    assert named.options.bits == (4, 16)
+    path, rows = tmp_path / "times.csv", [PROFILE]
+    for bits in (3, 4, 8, 16):
+        rows += [f"T4-16GB,any,256,512,64,0,prefill,{bits},2,1.5\n"]
+        rows += [f"T4-16GB,any,256,512,1,64,decode,{bits},2,0.5\n"]
+    path.write_text("".join([*rows, "T4-16GB,any,256,512,64,0,prefill,6,2,1.5\n"]))
+    for cluster, kept, (plain, stored) in (
+        (["T4"], (4, 16), ((3, 4, 8, 16), (3, 4, 5, 8, 16))),
+        (["T4", "V100"], (5,), ((3, 4, 8, 16), (3, 4, 5, 8, 16))),
+        (["V100"], (3, 6), (BITWIDTHS, BITWIDTHS)),
+    ):
+        devices = ClusterSpec.from_counts(cluster, [1] * len(cluster))
+        for own, bits, known in (
+            (found, (), stored),
+            (found.plain, (), plain),
+            (found, kept, kept),
+        ):
+            options = PlanOptions(bits=bits, profiles=path)
+            request = PlanningRequest(devices, own, workload, options)
+            assert request.options.bits == known
+            device, dtype = devices.devices[0], "float16"
+            told = costs_of(request)[0].latency.provenance(device, dtype, known)
+            lacks = "without 5 and 6 bit, which llmpq profile would add" in told
+            assert lacks == (device.accelerator.name == "T4-16GB" and not {5, 6} & {*known})
 
 
 def test_one_device_keeps_codes_and_another_computes_in_16_bit() -> None:

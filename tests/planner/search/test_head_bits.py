@@ -31,7 +31,8 @@ from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
 from quant.common.errors import DoesNotFitError, SpecError
 from quant.common.units import MIB
-from quant.scheme import USUAL_BITS, Processor
+from quant.scheme import Processor
+from tests.planner.problems import FOUR_BITS
 
 SHAPE = model_shape("qwen2.5-0.5b")
 WORKLOAD = Workload(1, 64, 16)
@@ -112,7 +113,7 @@ def test_a_plan_counts_what_its_ends_lose_beside_its_layers() -> None:
 
 def test_measured_losses_of_ends_come_from_the_file(tmp_path: Path) -> None:
     path, matrix = tmp_path / "omega.json", np.ones((SHAPE.layers, 1)) * [[4.0, 2.0, 1.0, 0.0]]
-    content = OmegaContent(USUAL_BITS, SHAPE.fingerprint(), matrix)
+    content = OmegaContent(FOUR_BITS, SHAPE.fingerprint(), matrix)
     assumed = HEAD_SHARE * SHAPE.layers
     for head, eight, six in (
         ({6: 0.75, 8: 0.25}, 0.25, 0.75),
@@ -140,7 +141,7 @@ def test_measured_losses_of_ends_come_from_the_file(tmp_path: Path) -> None:
 )
 def test_what_files_say_of_ends_is_checked(tmp_path: Path, head: Any, problem: str | None) -> None:
     path, matrix = tmp_path / "omega.json", np.ones((SHAPE.layers, 1)) * [[4.0, 2.0, 1.0, 0.0]]
-    save_omega(path, OmegaContent(USUAL_BITS, SHAPE.fingerprint(), matrix))
+    save_omega(path, OmegaContent(FOUR_BITS, SHAPE.fingerprint(), matrix))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"head": head}))
     if problem is None:
         assert load_omega(path, SHAPE, (4, 16)).head[8] == head
