@@ -24,6 +24,7 @@ from planner.cluster.device import Device
 from planner.cluster.spec import grown, kinds_of_devices
 from planner.costs.model import CostModel
 from planner.optimiser.assignment import SolveOptions
+from planner.optimiser.boxes.few_bitwidths import LAST_SEARCHED
 from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.problem import typical_objective_s
 from planner.optimiser.solve import solve_by
@@ -71,8 +72,9 @@ class Chosen:
 def chosen_by_quality(costs: CostModel, quality: Quality, clock: Callable[[], float]) -> Chosen:
     """The plan of a quality, beside those of the others; InfeasibleError where none fits."""
     search_time = SearchTime(PLAN_TIME * costs.options.search_time_limit, clock)
-    solve = theta_solver(costs, clock, search_time=search_time)
-    fast = solve(TIE_BREAK * seconds_per_sensitivity(costs))
+    theta = TIE_BREAK * seconds_per_sensitivity(costs)
+    solve = theta_solver(costs, clock, _good_numbers(costs, theta, clock, search_time), search_time)
+    fast = solve(theta)
     good = (fast.plan.workload.global_batch,)
 
     def solver_of(usable: CostModel, known: tuple[int, ...]) -> PointSolver:
@@ -92,6 +94,22 @@ def chosen_by_quality(costs: CostModel, quality: Quality, clock: Callable[[], fl
         point, of_point = found[quality], costs if quality == "fast" else usable
         return Chosen(replace(of_point, theta=point.theta), point.plan, quality, found, finest)
     raise AssertionError("the fastest plan has bits of the last ones")
+
+
+def _good_numbers(
+    costs: CostModel, theta: float, clock: Callable[[], float], search_time: SearchTime
+) -> tuple[int, ...]:
+    """A number in flight of a job that is good without 5 and 6 bit, whose searches prove more: with
+    both the best numbers are hard to tell apart.
+    """
+    few = tuple(bits for bits in costs.bits if bits in LAST_SEARCHED)
+    if costs.job is None or costs.options.in_flight != AUTO or few in ((), costs.bits):
+        return ()
+    solve = theta_solver(replace(costs, usable_bits=few), clock, search_time=search_time)
+    try:
+        return (solve(theta, quick=True).plan.workload.global_batch,)
+    except InfeasibleError:
+        return ()
 
 
 def bits_by_quality(bits: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -20,6 +20,7 @@ from planner.optimiser.names import Objective
 from planner.optimiser.problem import AssignmentProblem, FloatArray, Host, JobPasses
 from planner.optimiser.solve import solve_by
 
+FOUR_BITS = (3, 4, 8, 16)
 PRECISION = 1e-6  # relative difference to brute force
 
 # Half-precision TFLOP/s, memory GB/s and usable GiB, from the makers' data sheets.
@@ -40,7 +41,7 @@ class Shape:
     devices: tuple[str, ...]
     layers: int
     hidden: int
-    bitwidths: tuple[int, ...] = (3, 4, 8, 16)
+    bitwidths: tuple[int, ...] = FOUR_BITS
     global_batch: int = 32
     prompt: int = 512
     new_tokens: int = 100

@@ -23,8 +23,8 @@ MOST_BITWIDTHS = 4
 MOST_WAYS = 5_000
 """Ways to count all layers by bitwidth up to which more bitwidths take as long."""
 
-_ENDS = (3, 4, 8, 16)
-"""Searched last, so that 5 and 6 bit beside them never make a plan worse."""
+LAST_SEARCHED = (3, 4, 8, 16)
+"""So that 5 and 6 bit beside them never make a plan worse."""
 
 Solve = Callable[[AssignmentProblem, SolveOptions, LossTables], Assignment]
 
@@ -61,7 +61,7 @@ def solve_with_few(
     told, searched = _told(found, bound, options, start_s), [set(few)]
     left = [each for each in order if each not in few]
     own = [each for each, _ in Counter(bits[list(found.bitwidth)].tolist()).most_common()]
-    for others in (_first([*own[: MOST_BITWIDTHS - 1], *left, *few]), _ENDS):
+    for others in (_first([*own[: MOST_BITWIDTHS - 1], *left, *few]), LAST_SEARCHED):
         others = [each for each in others if each in order]
         if told.status != "bounded" or any(each.issuperset(others) for each in searched):
             continue

@@ -106,7 +106,7 @@ def test_the_objective_counts_what_the_passes_take() -> None:
     costs = costs_with(PlannedHeads(HEAD), latency=LinearLatency(SHAPE))
     sizes, devices = MicroBatches(4, 8), costs.cluster.devices
     problem, timed = costs.problem(devices, sizes), table(costs)
-    kinds = len(PlanOptions().bits) - 1
+    kinds = len(costs.options.bits) - 1
     count, layers = 16 // sizes.prefill, np.diff(BOUNDS)
     one = timed.seconds(prefill(sizes.prefill, PROMPT))
     first = timed.seconds(replace(prefill(sizes.prefill, PROMPT), index=0))

@@ -33,6 +33,7 @@ from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.edits import content_of
 from tests.planner.plan_alone import find_plan
+from tests.planner.problems import FOUR_BITS
 
 SHAPE = model_shape("opt-30b")
 WORKLOAD = Workload(global_batch=11, prompt_length=90, new_tokens=23)
@@ -73,7 +74,7 @@ def rows(device: str) -> tuple[ProfileRow, ...]:
 def costs_of(head_on_first: bool, profiled: bool) -> CostModel:
     roofline = RooflineLatency(SHAPE)
     latency = FittedLatency(rows("V100-SXM2-32GB"), roofline) if profiled else roofline
-    options = PlanOptions(dtype="float16")
+    options = PlanOptions(dtype="float16", bits=FOUR_BITS)
     omega = default_sensitivity(SHAPE, options.bits)
     cluster = cluster_of({"time_scale": 0.1, "stand_in": "small"})
     return CostModel(cluster, SHAPE, WORKLOAD, options, latency, omega, head_on_first=head_on_first)

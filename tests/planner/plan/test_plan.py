@@ -26,13 +26,14 @@ from planner.simulation.simulation import Simulated, simulate_assignment
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
 from tests.planner.edits import Edit, change, content_of, remove
+from tests.planner.problems import FOUR_BITS
 
 
 @cache
 def made(group: int = 1) -> tuple[PlanSpec, Simulated]:
     """OPT-1.3B (24 layers) on three of four devices; the second one holds no layer."""
     cluster = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [3, 1])
-    shape, options = model_shape("opt-1.3b"), PlanOptions(group=group)
+    shape, options = model_shape("opt-1.3b"), PlanOptions(group=group, bits=FOUR_BITS)
     costs = CostModel(
         cluster,
         shape,

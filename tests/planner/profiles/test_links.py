@@ -33,7 +33,7 @@ from planner.workload import Workload
 from quant.common.errors import InputError, SpecError
 from quant.common.units import MIB
 from tests.planner.plan_alone import find_plan
-from tests.planner.problems import transfer_s
+from tests.planner.problems import FOUR_BITS, transfer_s
 
 CLUSTER = ClusterSpec.from_counts(["T4", "V100-32G"], [2, 1], internode_gbit_per_s=8)
 T4, T4_TOO, V100 = CLUSTER.devices
@@ -121,7 +121,7 @@ def test_experts_come_from_hosts_as_fast_as_copies_were_measured(tmp_path: Path)
     write_table(links_path(profile), LinkRow, rows)
     node = {"name": "a", "accelerators": {"T4": 1}, "host_memory_gib": 64}
     cluster = ClusterSpec.from_dict({"name": "c", "nodes": [node]})
-    shape, options = model_shape("qwen3-30b-a3b"), PlanOptions(profiles=profile)
+    shape, options = model_shape("qwen3-30b-a3b"), PlanOptions(profiles=profile, bits=FOUR_BITS)
     sensitivity, (t4,) = default_sensitivity(shape, options.bits), cluster.devices
     costs = cost_model(cluster, shape, Workload(8, 128, 10), options, sensitivity)
     found = costs.latency.hosted_experts_s(t4, 16, 10, "float16")
@@ -137,7 +137,7 @@ def test_faster_links_are_faster_where_they_are_measured(tmp_path: Path) -> None
     profile = tmp_path / "times.csv"
     profile.write_text(LAYER_HEADER + "\n")
     write_table(links_path(profile), LinkRow, line(2e-4, 3e9))
-    shape, options = model_shape("opt-13b"), PlanOptions(profiles=profile)
+    shape, options = model_shape("opt-13b"), PlanOptions(profiles=profile, bits=FOUR_BITS)
     sensitivity = default_sensitivity(shape, options.bits)
     costs = cost_model(CLUSTER, shape, Workload(8, 128, 10), options, sensitivity)
 

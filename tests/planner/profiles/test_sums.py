@@ -23,6 +23,7 @@ from planner.search.request import cost_model, files_of_costs
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from tests.planner.plan_alone import find_plan
+from tests.planner.problems import FOUR_BITS
 
 CLUSTER = ClusterSpec.from_counts(["T4"], [4])
 SIZES = (4096, 65536, 1 << 20, 16 << 20)
@@ -58,7 +59,7 @@ def test_costs_take_them_from_beside_the_profile(tmp_path: Path) -> None:
     profile = tmp_path / "times.csv"
     profile.write_text(LAYER_HEADER + "\n")
     write_table(sums_path(profile), SumRow, line(2, 1e-3, 0.0))
-    shape, options = model_shape("opt-13b"), PlanOptions(profiles=profile)
+    shape, options = model_shape("opt-13b"), PlanOptions(profiles=profile, bits=FOUR_BITS)
     sensitivity = default_sensitivity(shape, options.bits)
     found = cost_model(CLUSTER, shape, Workload(8, 128, 10), options, sensitivity)
     sums_path(profile).unlink()

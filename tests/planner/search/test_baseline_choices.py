@@ -25,6 +25,7 @@ from planner.simulation.simulation import simulate_assignment
 from planner.workload import MicroBatches, Workload, micro_batch_pairs
 from quant.common.errors import InfeasibleError
 from tests.paths import SPECS
+from tests.planner.problems import FOUR_BITS
 
 PAPER = Workload(global_batch=32, prompt_length=512, new_tokens=100)
 HIGHEST = {("opt-13b", 1): 8, ("opt-30b", 3): 4, ("opt-30b", 4): 3, ("bloom-176b", 7): 4}
@@ -36,7 +37,7 @@ def paper_cluster(number: int) -> ClusterSpec:
 
 
 def costs_on(cluster: ClusterSpec, model: str, options: PlanOptions) -> CostModel:
-    shape = model_shape(model)
+    shape, options = model_shape(model), replace(options, bits=options.bits or FOUR_BITS)
     return cost_model(cluster, shape, PAPER, options, default_sensitivity(shape, options.bits))
 
 

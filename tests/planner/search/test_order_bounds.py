@@ -19,7 +19,7 @@ from planner.search.candidates import OrdersByEnds, SharedPrices, SizedOrders
 from planner.search.orders import canonical_devices, order_tree
 from planner.search.request import cost_model
 from planner.workload import MicroBatches, Workload
-from tests.planner.problems import solve
+from tests.planner.problems import FOUR_BITS, solve
 
 SIZES = MicroBatches(2, 4)
 MIXED = {
@@ -34,7 +34,7 @@ MIXED = {
 
 
 def costs_of(all_orders: bool, objective: str) -> CostModel:
-    options = PlanOptions(theta=5.0, all_orders=all_orders, objective=objective)
+    options = PlanOptions(bits=FOUR_BITS, theta=5.0, all_orders=all_orders, objective=objective)
     shape = model_shape("opt-30b")
     omega = default_sensitivity(shape, options.bits) * np.linspace(3, 0.5, shape.layers)[:, None]
     workload = Workload(global_batch=8, prompt_length=256, new_tokens=32)

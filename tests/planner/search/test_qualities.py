@@ -30,6 +30,7 @@ from planner.workload import Job, Workload
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import NEAR_FULL_BITS
 from tests.planner.plan_alone import alone
+from tests.planner.problems import FOUR_BITS
 
 NEAR = 2e-4  # accepted gaps of both plans that are compared
 
@@ -38,7 +39,7 @@ def costs_of(scale: float = 1.0, tokens: float = 1.0) -> CostModel:
     """OPT-30B on T4 and V100, so that bits have to be given up."""
     shape, options = (
         model_shape("opt-30b"),
-        PlanOptions(group=4, head="last", keep_all_devices=True),
+        PlanOptions(bits=FOUR_BITS, group=4, head="last", keep_all_devices=True),
     )
     cluster = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])
     omega = default_sensitivity(shape, options.bits) * np.linspace(3, 0.5, shape.layers)[:, None]

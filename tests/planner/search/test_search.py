@@ -36,7 +36,7 @@ from planner.simulation.simulation import simulate_assignment
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError
 from tests.planner.plan_alone import find_plan
-from tests.planner.problems import solve
+from tests.planner.problems import FOUR_BITS, solve
 
 CLUSTER = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])
 WORKLOAD = Workload(global_batch=4, prompt_length=128, new_tokens=32)
@@ -50,7 +50,7 @@ def all_device_orders(costs: CostModel, all_orders: bool) -> list[tuple[Device, 
 
 def costs_of(options: PlanOptions, cluster: ClusterSpec = CLUSTER) -> CostModel:
     """OPT-30B with uneven sensitivities."""
-    shape = model_shape("opt-30b")
+    shape, options = model_shape("opt-30b"), replace(options, bits=options.bits or FOUR_BITS)
     omega = default_sensitivity(shape, options.bits) * np.linspace(3, 0.5, shape.layers)[:, None]
     return cost_model(cluster, shape, WORKLOAD, options, omega)
 

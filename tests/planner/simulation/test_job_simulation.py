@@ -25,6 +25,7 @@ from planner.simulation.job_simulation import (
 )
 from planner.simulation.simulation import simulate_assignment
 from planner.workload import Job, MicroBatches
+from tests.planner.problems import FOUR_BITS
 from tests.planner.schedule.test_job_passes import KINDS, cases, drawn_outputs
 from tests.planner.simulation.event_simulation import EventSimulation, Pipeline
 
@@ -176,7 +177,7 @@ def test_forecast_with_predicted_lengths_is_near_all_of_its_events(
 
 def cost_model(job: Job, slots: int) -> CostModel:
     cluster = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [3, 1])
-    shape, options = model_shape("opt-1.3b"), PlanOptions()
+    shape, options = model_shape("opt-1.3b"), PlanOptions(bits=FOUR_BITS)
     return CostModel(
         cluster,
         shape,

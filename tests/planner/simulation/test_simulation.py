@@ -23,6 +23,7 @@ from planner.simulation.simulation import Simulated, simulate, simulate_assignme
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
 from tests.actors.driving import drive
+from tests.planner.problems import FOUR_BITS
 from tests.planner.simulation.event_simulation import EventSimulation, Pipeline
 
 
@@ -217,7 +218,7 @@ def test_bad_timing_and_sizes_are_refused() -> None:
 
 def cost_model(global_batch: int = 12) -> CostModel:
     cluster = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])
-    shape, options = model_shape("opt-1.3b"), PlanOptions()
+    shape, options = model_shape("opt-1.3b"), PlanOptions(bits=FOUR_BITS)
     workload = Workload(global_batch, 128, 20)
     sensitivity = default_sensitivity(shape, options.bits)
     return CostModel(cluster, shape, workload, options, RooflineLatency(shape), sensitivity)
