@@ -33,7 +33,7 @@ from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.plan.parts import MoreDevices, PlanChoice, PlansBeside, Prediction, QualityChoice
 from planner.search.candidate_search import SearchTime, search
 from planner.search.fitting import groupings, searched_sizes
-from planner.search.in_flight import RANKING_PASSES, plan_solver
+from planner.search.in_flight import COARSE_GAP, RANKING_PASSES, plan_solver
 from planner.search.pareto import PlanT, PointSolver, ThetaPoint, theta_solver
 from planner.workload import Job, MicroBatches
 from quant.common.errors import InfeasibleError
@@ -105,7 +105,9 @@ def _good_numbers(
     few = tuple(bits for bits in costs.bits if bits in LAST_SEARCHED)
     if costs.job is None or costs.options.in_flight != AUTO or few in ((), costs.bits):
         return ()
-    solve = theta_solver(replace(costs, usable_bits=few), clock, search_time=search_time)
+    rough = replace(costs.options, keep_all_devices=True, relative_gap=COARSE_GAP)
+    usable = replace(costs, usable_bits=few, options=rough)
+    solve = theta_solver(usable, clock, search_time=search_time)
     try:
         return (solve(theta, quick=True).plan.workload.global_batch,)
     except InfeasibleError:
