@@ -113,7 +113,10 @@ def _times(planned: PlannedAssignment, stage: StagePlan, at: tuple[int, int]) ->
 def _sentence(stage: StagePlan, subject: str, times: Sequence[BitsTimes]) -> str:
     """Say that all but the first of `times` are slower than it."""
     own, *slower = times
-    names = [f"{each.bits} bit in {_phases(each.slower_phases(own))}" for each in slower]
+    bits: dict[str, list[str]] = {}
+    for each in slower:
+        bits.setdefault(_phases(each.slower_phases(own)), []).append(str(each.bits))
+    names = [f"{listed(alike)} bit in {phases}" for phases, alike in bits.items()]
     prefill = listed([seconds(each.prefill_s) for each in slower])
     decode = listed([seconds(each.decode_s) for each in slower])
     way = slower[0].way
