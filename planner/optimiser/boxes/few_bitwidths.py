@@ -52,25 +52,27 @@ def solve_with_few(
         found = solve(narrowed, most, tables.narrowed(narrowed))
         return replace(found, bitwidth=tuple(kept[list(found.bitwidth)].tolist()))
 
-    few = _first(order)
-    if not is_feasible(problem.with_choices(np.flatnonzero(np.isin(bits, few)))):
-        few = [*few[:-1], problem.bitwidths[0]]
+    def feasible(few: list[int]) -> list[int]:
+        fits = is_feasible(problem.with_choices(np.flatnonzero(np.isin(bits, few))))
+        return few if fits else [*few[:-1], problem.bitwidths[0]]
+
+    few = feasible(_first(order))
     found = best_of(few, options)
     others = relaxed.path.bound + float(over_s[~np.isin(bits, few)].min())
     bound = min(found.bound, max(relaxed.bound, others * (1 - ROUNDING)))
     told, searched = _told(found, bound, options, start_s), [set(few)]
     left = [each for each in order if each not in few]
     own = [each for each, _ in Counter(bits[list(found.bitwidth)].tolist()).most_common()]
-    for others in (_first([*own[: MOST_BITWIDTHS - 1], *left, *few]), LAST_SEARCHED):
-        others = [each for each in others if each in order]
-        if told.status != "bounded" or any(each.issuperset(others) for each in searched):
+    for wanted in (_first([*own[: MOST_BITWIDTHS - 1], *left, *few]), LAST_SEARCHED):
+        again = feasible([each for each in wanted if each in order])
+        if told.status != "bounded" or any(each.issuperset(again) for each in searched):
             continue
-        searched.append(set(others))
+        searched.append(set(again))
         limit_s = options.time_limit_s
         if limit_s is not None:
             limit_s = max(limit_s - (options.clock() - start_s), limit_s / 10)
         below = replace(options, upper_bound=told.objective, time_limit_s=limit_s)
-        better = best_of(others, below)
+        better = best_of(again, below)
         if better.bitwidth:
             told = _told(better, min(bound, better.bound), options, start_s)
     return told
