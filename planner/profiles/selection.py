@@ -180,7 +180,8 @@ def describe_selections(
     if rows:
         parts.append(HEAD_TOO if has_head else f"embedding and LM head {estimate}")
     if rows and lacking:
-        bits = " and ".join(map(str, sorted(lacking)))
+        *more, most = map(str, sorted(lacking))
+        bits = f"{', '.join(more)} and {most}" if more else most
         parts.append(f"without {bits} bit, which llmpq profile would add")
     return "; ".join(parts)
 

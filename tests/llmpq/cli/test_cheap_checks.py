@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with alone():
         job = job_of_input(PROMPTS, MODEL, 48)
         plan = Cluster.from_yaml(DEMO_CLUSTER).plan(
-            MODEL, job, theta=1.0, in_flight=8, policy="static"
+            MODEL, job, theta=1.0, in_flight=8, policy="static", bits=(3, 4, 8, 16)
         )
     plan.save(made / "plan.json")
     lines = PROMPTS.read_text().splitlines(keepends=True)

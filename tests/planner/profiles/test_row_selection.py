@@ -89,7 +89,7 @@ def test_a_whole_file_is_fitted_and_strict(tmp_path: Path) -> None:
     plan = planned(profile(tmp_path / "p.csv"), strict_profiles=True)
     assert plan.stages[0].provenance == (
         "CPU fitted to 4 profile rows of p.csv (bits 8, 16); embedding and LM head estimated: "
-        "roofline of the datasheet"
+        "roofline of the datasheet; without 3, 4, 5 and 6 bit, which llmpq profile would add"
     )
     assert plan.origin is not None
     assert plan.origin.options.strict_profiles
