@@ -330,7 +330,7 @@ def test_bound_of_perplexity_from_the_command_line(
     assert plan_cli.main([*command, str(total[0]), "--bits", "3", "4", "8"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "over 30 at 16 bit expected" in printed
-    assert "from 3 measured points); at most" in printed
+    assert "from 5 measured points); at most" in printed
 
 
 def test_outliers_make_no_higher_bitwidth_worse(tmp_path: Path) -> None:
