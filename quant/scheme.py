@@ -30,7 +30,7 @@ BITWIDTHS = (*AFFINE_BITS, NEAR_FULL_BITS, FULL_BITS)
 
 KV_BITWIDTHS = (8, FULL_BITS)
 HEAD_BITWIDTHS = (6, NEAR_FULL_BITS, FULL_BITS)
-"""Those of embedding and LM head: with fewer these would lose more than all layers do at 4 bit."""
+"""Those that embedding and LM head may have, both the same."""
 
 WEIGHTED = "weighted"
 GPTQ = "gptq"
