@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quant.backends import widened
 from quant.backends.base import PackedWeight, copy_of, tensor_bytes
-from quant.backends.cuda_packed import CudaPacked, asked_products
-from quant.backends.cuda_products import Codes, CudaProducts
+from quant.backends.cpu import widened
+from quant.backends.cuda.packed import CudaPacked, asked_products
+from quant.backends.cuda.products import Codes, CudaProducts
 from quant.backends.table import ASKED_PER_EXPERT
 from quant.linear import (
     HostForm,

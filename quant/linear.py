@@ -9,8 +9,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from quant.backends import widened
 from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
+from quant.backends.cpu import widened
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.kernel_rule import KernelRule
 from quant.backends.table import HOST_BACKENDS, rule_for
@@ -243,7 +243,7 @@ class PrepackedLinear(nn.Module):
 
 
 class WidenedLinear(nn.Linear):
-    """A bfloat16 linear for CPUs that `quant.backends.widened` is for."""
+    """A bfloat16 linear for CPUs that `quant.backends.cpu.widened` is for."""
 
     def forward(self, x: Tensor) -> Tensor:
         return widened.multiply(x, self.weight, self.bias)

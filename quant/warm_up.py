@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quant.backends import widened
 from quant.backends.base import PackedWeight
+from quant.backends.cpu import widened
 from quant.experts import QuantizedExperts
 from quant.linear import QuantizedLinear, WidenedLinear
 from quant.scheme import LinearShape

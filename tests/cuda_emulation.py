@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quant.backends.cuda_driver import (
+from quant.backends.cuda.driver import (
     CudaError,
     Kernels,
     Source,

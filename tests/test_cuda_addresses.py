@@ -14,8 +14,8 @@ pytestmark = [needs_compiler, pytest.mark.rare]
 
 ROOT = Path(__file__).parents[1]
 EMULATED = (
-    "quant/backends/test_cuda_kernels.py",
-    "quant/backends/test_cuda_w8a8.py",
+    "quant/backends/cuda/test_cuda_kernels.py",
+    "quant/backends/cuda/test_cuda_w8a8.py",
     "actors/attention/test_cuda.py",
     "actors/attention/delta/test_cuda_delta.py",
     "actors/stage/test_own_layers.py",
@@ -25,8 +25,8 @@ EMULATED = (
 
 A_ROW_TOO_FEW = """
 import torch
-from quant.backends.cuda_packed import Cuda8Bit
-from quant.backends.cuda_products import KERNELS, SOURCE
+from quant.backends.cuda.packed import Cuda8Bit
+from quant.backends.cuda.products import KERNELS, SOURCE
 from quant.rounding.canonical import quantize
 from tests.cuda_emulation import emulated
 kernels = emulated(SOURCE, KERNELS, BITS=8, BFLOAT16=0, CAPABILITY=60)

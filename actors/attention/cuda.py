@@ -22,7 +22,7 @@ from actors.attention.addresses import Addresses, Scoring
 from actors.attention.kv_cache import counts_on_ranges
 from actors.attention.stored import Stored, quantized
 from actors.messages import MicroBatch
-from quant.backends.cuda_driver import CudaError, Kernels, kernels_for
+from quant.backends.cuda.driver import CudaError, Kernels, kernels_for
 from quant.backends.table import MOST_SPLITS, RANGE_OCTET, SPLIT_TOKENS
 
 SOURCE = Path(__file__).with_name("cuda_attention.cu")

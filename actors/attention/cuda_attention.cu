@@ -1,6 +1,6 @@
 // Attention of new tokens over the ranges of their requests, where keys and values lie in the cache.
 //
-// Compiled at run time by NVRTC for one GPU, behind cuda_numbers.cuh, with -D BFLOAT16=0|1 (the type
+// Compiled at run time by NVRTC for one GPU, behind numbers.cuh, with -D BFLOAT16=0|1 (the type
 // of queries and results), -D HEAD_DIM (a multiple of 8, at most 256) and -D CODED=0|1: whether keys
 // and values are 8-bit codes with a bfloat16 scale for each token and head, or numbers of the
 // queries' type. Scores, their shares and all sums are in float32.

@@ -35,7 +35,7 @@ from actors.stage.layers.cuda_layer import layer_kernels
 from actors.stage.layers.own_layers import own_layers, run_own_layers
 from actors.stage.partial_model import run_modules
 from planner.costs.memory import MOST_GRAPHS, padded_rows
-from quant.backends.cuda_driver import Compute, Record, cuda_recorder
+from quant.backends.cuda.driver import Compute, Record, cuda_recorder
 from quant.devices import ALIGNMENT, on_device
 from quant.experts import QuantizedExperts
 

@@ -31,9 +31,12 @@ from actors.stage.layers.own_layers import own_layers, put_own_layers
 from actors.stage.model_config import with_layers
 from actors.stage.partial_model import empty_model, keep_stage
 from actors.stage.stage import run_decoder
-from quant.backends import cuda_driver, cuda_packed, cuda_products, cuda_w8a8
 from quant.backends.base import CanonicalPacked, PackedWeight
-from quant.backends.cuda_driver import Argument, Kernels
+from quant.backends.cuda import driver as cuda_driver
+from quant.backends.cuda import packed as cuda_packed
+from quant.backends.cuda import products as cuda_products
+from quant.backends.cuda import w8a8 as cuda_w8a8
+from quant.backends.cuda.driver import Argument, Kernels
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.table import INT8_MATRICES, KERNEL_RULES
 from quant.linear import QuantizedLinear

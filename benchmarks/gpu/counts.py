@@ -48,8 +48,9 @@ from planner.model.shape import ModelShape
 from planner.options import PlanOptions
 from planner.search.find import find_plan
 from planner.workload import Workload
-from quant.backends import cuda_products, cuda_w8a8
-from quant.backends.cuda_driver import CudaError, assembler_log, compile_cuda, text_of
+from quant.backends.cuda import products as cuda_products
+from quant.backends.cuda import w8a8 as cuda_w8a8
+from quant.backends.cuda.driver import CudaError, assembler_log, compile_cuda, text_of
 from tests.actors.configs import CONFIGS, LAYERS
 from tests.actors.models import save_tiny
 from tests.actors.stage.test_launches import Waits, on_meta

@@ -51,7 +51,7 @@ _MARKS = {
     "actors.stage.layers.cpu_layer.LayerLoops.add": "element-wise",
     "actors.stage.layers.cpu_layer.LayerLoops._turn": "element-wise",
     "actors.stage.layers.cpu_layer.LayerLoops.activate": "element-wise",
-    "quant.backends.widened.multiply": "products",
+    "quant.backends.cpu.widened.multiply": "products",
 }
 """Functions whose whole time belongs to a part; those that a checkout does not have are passed
 over."""

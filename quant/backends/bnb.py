@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quant.backends.base import PackedWeight, copy_of, tensor_bytes
-from quant.backends.table import NF4_BLOCK
+from quant.backends.sizes import NF4_BLOCK
 from quant.common.errors import DeviceError
 from quant.devices import row_blocks
 from quant.rounding.ways import DEFAULT, Rounding

@@ -53,7 +53,7 @@ class KernelRule:
     @property
     def takes_experts(self) -> bool:
         """Whether one launch multiplies with the weights of all experts that tokens ask."""
-        return self.kernel is not None and self.kernel.startswith("cuda_packed.")
+        return self.kernel is not None and self.kernel.startswith("cuda.packed.")
 
     def cost_of(self, processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:
         return self.cost if self.own_cost is None else self.own_cost(processor, shape, dtype)

@@ -9,10 +9,18 @@ allocator rounds up to is the planner's slack. A new backend is one file with it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from quant.backends.kernel_rule import KernelCost, KernelRule
+from quant.backends.sizes import (
+    NF4_BLOCK,
+    int8_row_bytes,
+    nf4_bytes,
+    onednn_bytes,
+    packed_bytes,
+    plain_bytes,
+    rotated_bytes,
+)
 from quant.common.errors import SpecError
 from quant.scheme import (
     AFFINE_BITS,
@@ -20,12 +28,9 @@ from quant.scheme import (
     DTYPE_BYTES,
     FULL_BITS,
     GROUP_SIZES,
-    SUPER_BLOCK,
     LinearShape,
     Processor,
     ScaleForm,
-    code_bytes,
-    super_block_pairs,
 )
 
 INT8PACK_COLUMNS = 16
@@ -57,9 +62,6 @@ which by the datasheets takes longer than to multiply. cuBLASLt serves more. Not
 
 _MOST_CODES = 2**17
 """Columns up to which the sums of products of codes are numbers of 32 bits."""
-
-NF4_BLOCK = 64
-"""bitsandbytes' default block size for 4-bit weights; a block is quantized by its own maximum."""
 
 
 ASKED_PER_EXPERT = 2
@@ -97,7 +99,9 @@ def _int4pack_cost(processor: Processor, shape: LinearShape, dtype: str) -> Kern
 
 
 def _multiplies_pairs(processor: Processor, shape: LinearShape) -> bool:
-    """Whether our own loop multiplies few rows by products of pairs (`quant.backends.int4_few`)."""
+    """Whether our own loop, `quant.backends.cpu.int4_few`, multiplies few rows by products of
+    pairs.
+    """
     return "avx512_bf16" in processor.instruction_sets and _has_loops(shape)
 
 
@@ -200,58 +204,6 @@ def _has_capability(processor: Processor, least: tuple[int, int]) -> bool:
     return processor.compute_capability is not None and processor.compute_capability >= least
 
 
-def _plain_bytes(shape: LinearShape, dtype: str) -> int:
-    return shape.parameters * DTYPE_BYTES[dtype]
-
-
-def _groups_bytes(shape: LinearShape, bits: int) -> int:
-    """Bytes of scale and zero of every group, 16 bit each (bfloat16), or narrow ones and 16 bit of
-    each row, or factors and halves of super-blocks.
-    """
-    groups = shape.in_features // shape.group
-    pairs = {
-        ScaleForm.PAIRS: 2 * groups,
-        ScaleForm.NARROW: groups + 1,
-        ScaleForm.SUPER_BLOCKS: shape.in_features // SUPER_BLOCK * super_block_pairs(bits),
-    }
-    return 2 * shape.out_features * pairs[shape.form]
-
-
-def _packed_bytes(bits: int) -> Callable[[LinearShape, str], int]:
-    """Affine codes, each row padded to whole bytes, and the groups."""
-
-    def nbytes(shape: LinearShape, dtype: str) -> int:
-        return shape.out_features * code_bytes(shape.in_features, bits) + _groups_bytes(shape, bits)
-
-    return nbytes
-
-
-def _int8_row_bytes(shape: LinearShape, dtype: str) -> int:
-    """One 8-bit code per weight and a 32-bit scale per output row."""
-    return shape.parameters + 4 * shape.out_features
-
-
-def _rotated_bytes(shape: LinearShape, dtype: str) -> int:
-    """Codes, a 32-bit scale per row and a 32-bit factor per input."""
-    return _int8_row_bytes(shape, dtype) + 4 * shape.in_features
-
-
-def _onednn_bytes(shape: LinearShape, dtype: str) -> int:
-    """As rotated codes, a 32-bit compensation per row (in the packed blob) and one zero. Measured
-    with `torch.ops.mkldnn._nbytes` (torch 2.13): oneDNN pads both sides to 64 and adds 4 bytes per
-    padded row.
-    """
-    return _rotated_bytes(shape, dtype) + 4 * shape.out_features + 4
-
-
-def _nf4_bytes(shape: LinearShape, dtype: str) -> int:
-    """Two codes per byte, a 32-bit maximum per block, and a table of 16 32-bit values; and 16 bit
-    of each row, which `torch_4bit` has where it takes the place of nf4.
-    """
-    blocks = 4 * (shape.parameters // NF4_BLOCK)
-    return shape.parameters // 2 + blocks + 4 * 16 + 2 * shape.out_features
-
-
 # int*pack: measured on one AVX-512 core against bf16 (`speed.linear`). A few rows are multiplied
 # in float32, at 0.35 to 0.4 of the rate of bf16; from 32 (24 for 8 bit) on, weights are restored,
 # which takes as long as the product of 40 rows in bf16 (without numba of 130). 3 bit is always
@@ -309,59 +261,59 @@ _TENSOR_COST = KernelCost(passes=4.0, restores_from=TENSOR_TOKENS + 1, few_rate=
 # a CPU blocks of rows stay in its caches: 0.3 to 0.8 times as fast as bf16.
 
 KERNEL_RULES: tuple[KernelRule, ...] = (
-    KernelRule("plain", FULL_BITS, _anywhere, _plain_bytes, kernel=None),
+    KernelRule("plain", FULL_BITS, _anywhere, plain_bytes, kernel=None),
     KernelRule(
-        "int3pack", 3, _int4pack_supports, _packed_bytes(3), "int4pack.Int3Pack",
+        "int3pack", 3, _int4pack_supports, packed_bytes(3), "cpu.int4pack.Int3Pack",
         own_cost=_int3pack_cost,
     ),
     KernelRule(
-        "int4pack", 4, _int4pack_supports, _packed_bytes(4), "int4pack.Int4Pack",
+        "int4pack", 4, _int4pack_supports, packed_bytes(4), "cpu.int4pack.Int4Pack",
         own_cost=_int4pack_cost,
     ),
     KernelRule(
-        "int5pack", 5, _int6pack_supports, _packed_bytes(5), "int4pack.Int5Pack",
+        "int5pack", 5, _int6pack_supports, packed_bytes(5), "cpu.int4pack.Int5Pack",
         own_cost=_int4pack_cost,
     ),
     KernelRule(
-        "int6pack", 6, _int6pack_supports, _packed_bytes(6), "int4pack.Int6Pack",
+        "int6pack", 6, _int6pack_supports, packed_bytes(6), "cpu.int4pack.Int6Pack",
         own_cost=_int4pack_cost,
     ),
     KernelRule(
-        "onednn_w8a8", 8, _onednn_supports, _onednn_bytes, "int8pack.OneDnnW8A8",
+        "onednn_w8a8", 8, _onednn_supports, onednn_bytes, "cpu.int8pack.OneDnnW8A8",
         _ONEDNN_COST,
     ),
     KernelRule(
-        "int8pack", 8, _int8pack_supports, _int8_row_bytes, "int8pack.Int8Pack",
+        "int8pack", 8, _int8pack_supports, int8_row_bytes, "cpu.int8pack.Int8Pack",
         _INT8PACK_COST,
     ),
     KernelRule(
-        "bnb_nf4", 4, _nf4_supports, _nf4_bytes, "bnb.BnbNf4",
+        "bnb_nf4", 4, _nf4_supports, nf4_bytes, "bnb.BnbNf4",
         own_cost=_nf4_cost, is_outdone=_nf4_is_outdone,
     ),
     KernelRule(
-        "cuda_w8a8", 8, _cuda_w8a8_supports, _rotated_bytes, "cuda_w8a8.CudaW8A8",
+        "cuda_w8a8", 8, _cuda_w8a8_supports, rotated_bytes, "cuda.w8a8.CudaW8A8",
         own_cost=_cuda_w8a8_cost, stand_in="cuda_8bit",
     ),
     *(
         KernelRule(
-            f"cuda_{bits}bit", bits, _cuda_supports, _packed_bytes(bits),
-            f"cuda_packed.Cuda{bits}Bit", own_cost=_cuda_cost,
+            f"cuda_{bits}bit", bits, _cuda_supports, packed_bytes(bits),
+            f"cuda.packed.Cuda{bits}Bit", own_cost=_cuda_cost,
         )
         for bits in AFFINE_BITS
     ),
     KernelRule(
-        "cuda_8bit", 8, _cuda_supports, _int8_row_bytes, "cuda_packed.Cuda8Bit",
+        "cuda_8bit", 8, _cuda_supports, int8_row_bytes, "cuda.packed.Cuda8Bit",
         own_cost=_cuda_cost,
     ),
     *(
         KernelRule(
-            f"torch_{bits}bit", bits, _anywhere, _packed_bytes(bits), f"portable.Torch{bits}Bit",
+            f"torch_{bits}bit", bits, _anywhere, packed_bytes(bits), f"portable.Torch{bits}Bit",
             KernelCost(passes=24.0 if bits == 4 else 28.0),
         )
         for bits in AFFINE_BITS
     ),
     KernelRule(
-        "torch_8bit", 8, _anywhere, _int8_row_bytes, "portable.Torch8Bit",
+        "torch_8bit", 8, _anywhere, int8_row_bytes, "portable.Torch8Bit",
         KernelCost(passes=20.0),
     ),
 )  # fmt: skip

@@ -41,7 +41,7 @@ from quant.scheme import LinearShape, part_shape
 _LIBRARIES = ("torch", "bitsandbytes", "numba")
 """Libraries that decide on the layout or the rounding of packed weights."""
 
-_SOURCES = (".py", ".cu")
+_SOURCES = (".py", ".cu", ".cuh")
 _RULES = {BACKENDS[rule.name].__name__: rule for rule in KERNEL_RULES if rule.name in BACKENDS}
 """Rules by the name of the backend's class, which stands in the file."""
 

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from actors.attention import cuda
 from actors.stage.layers import cuda_layer
 from planner.model.families import has_own_layers
-from quant.backends.cuda_driver import Argument, Kernels
+from quant.backends.cuda.driver import Argument, Kernels
 from tests.actors.configs import EVERY_CONFIG
 from tests.cuda_emulation import emulated
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quant.backends.cuda_driver import Compute, Kernels
+from quant.backends.cuda.driver import Compute, Kernels
 from quant.experts import ExpertWeights
 from tests.actors.attention.delta.test_cuda_delta import kernels_of as delta_kernels
 from tests.actors.own_kernels import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from quant.backends import widened
+from quant.backends.cpu import widened
 from quant.devices import emulates, local_processor, prefers_float32
 from quant.linear import PrepackedLinear, prepack, prepack_linears
 from quant.loading.loader import module_nbytes

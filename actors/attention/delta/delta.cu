@@ -1,7 +1,7 @@
 // A decode step of a mixer with the gated delta rule: its causal convolution, the change of each
 // request's state, and the gated norm of what its query finds.
 //
-// Compiled at run time by NVRTC for one GPU, behind cuda_numbers.cuh, with -D BFLOAT16=0|1 (the type
+// Compiled at run time by NVRTC for one GPU, behind numbers.cuh, with -D BFLOAT16=0|1 (the type
 // of projections, of the convolution's inputs and of results), -D KEY_DIM and -D VALUE_DIM (multiples
 // of 4, at most 128) and -D CONV_WIDTH (2 to 8). States and all sums are in float32.
 

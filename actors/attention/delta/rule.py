@@ -31,7 +31,7 @@ from actors.attention.delta.states import (
 )
 from actors.attention.ragged import RaggedContext
 from planner.model.layer_parts import DeltaMixer
-from quant.backends.cuda_driver import THREADS, CudaError, Kernels, kernels_for
+from quant.backends.cuda.driver import THREADS, CudaError, Kernels, kernels_for
 
 SOURCE = Path(__file__).with_name("delta.cu")
 KERNELS = ("convolve", "delta_step")

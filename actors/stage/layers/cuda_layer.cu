@@ -1,6 +1,6 @@
 // What a decoder layer computes between its products, for float16 and bfloat16.
 //
-// Compiled at run time by NVRTC for one GPU, behind cuda_numbers.cuh, with -D BFLOAT16=0|1, -D
+// Compiled at run time by NVRTC for one GPU, behind numbers.cuh, with -D BFLOAT16=0|1, -D
 // HIDDEN_SIZE (a multiple of 8, at most 24000: a row in shared memory), -D HEAD_DIM (a multiple of 8, at most 256) and
 // -D CODED=0|1: whether the cache holds 8-bit codes with a bfloat16 scale for each token and head.
 // Numbers are rounded to the type where transformers' modules do so.

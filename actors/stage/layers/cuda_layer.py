@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from actors.attention.addresses import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend_stored
 from actors.attention.stored import Stored
-from quant.backends.cuda_driver import THREADS, CudaError, Kernels, kernels_for
+from quant.backends.cuda.driver import THREADS, CudaError, Kernels, kernels_for
 
 SOURCE = Path(__file__).with_name("cuda_layer.cu")
 KERNELS = ("add_norm", "turn_and_store", "activate")

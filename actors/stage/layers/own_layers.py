@@ -26,7 +26,7 @@ from actors.stage.layers.cpu_layer import LayerLoops, layer_loops
 from actors.stage.layers.cuda_layer import LayerKernels, Norm, Turning, layer_kernels, warn_of
 from actors.stage.partial_model import ContextAsCache, architecture_of
 from planner.model.families import has_own_layers
-from quant.backends.cuda_driver import CudaError
+from quant.backends.cuda.driver import CudaError
 
 _TOLERANCE = 0.01
 """Largest relative error of the self-test; rounding to bfloat16 costs 0.004."""

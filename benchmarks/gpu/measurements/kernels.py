@@ -33,8 +33,8 @@ from benchmarks.speed.linear import (
     measure,
     random_weight,
 )
-from quant.backends.cuda_packed import CudaPacked
-from quant.backends.cuda_products import PACKED, RESTORED, TENSOR
+from quant.backends.cuda.packed import CudaPacked
+from quant.backends.cuda.products import PACKED, RESTORED, TENSOR
 from quant.backends.kernel_classes import BACKENDS, self_test
 from quant.backends.kernel_rule import KernelRule
 from quant.backends.table import KERNEL_RULES

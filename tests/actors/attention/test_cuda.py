@@ -23,7 +23,7 @@ from actors.attention.cuda import (
 )
 from actors.attention.stored import Stored
 from actors.messages import MicroBatch
-from quant.backends.cuda_driver import CudaError, compile_cuda, text_of
+from quant.backends.cuda.driver import CudaError, compile_cuda, text_of
 from tests.actors.configs import LAYERS
 from tests.actors.models import save_tiny, stages_of
 from tests.actors.own_kernels import range_attention, use_own_kernels, with_wide_heads

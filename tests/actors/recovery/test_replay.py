@@ -19,7 +19,7 @@ from actors.schedule.static import StaticScheduler
 from actors.stage.sampler import Sampler
 from actors.stage.stage import Stage
 from actors.transport.message_format import decode, encode
-from quant.backends.cuda_driver import CudaError, Kernels
+from quant.backends.cuda.driver import CudaError, Kernels
 from tests.actors.batches import batch_in_ranges
 from tests.actors.configs import EVERY_CONFIG, LAYERS, STATE_CONFIGS
 from tests.actors.driving import drive, run_dry

@@ -26,7 +26,7 @@ from actors.stage.decode_graphs import DecodeGraphs, GraphSize, Shared, step_siz
 from actors.stage.stage import Stage
 from planner.costs.memory import MOST_GRAPHS
 from planner.profiles.design import LayerWorkload
-from quant.backends.cuda_driver import Compute, cuda_recorder
+from quant.backends.cuda.driver import Compute, cuda_recorder
 from quant.devices import local_processor
 from quant.linear import LayerForm
 from tests.actors.configs import EVERY_CONFIG, LAYERS, SHARED_CONFIGS, STATE_CONFIGS

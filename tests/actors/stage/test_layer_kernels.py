@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from actors.attention.ragged import NewTokens
 from actors.attention.stored import Stored, key_factors, quantized
 from actors.stage.layers.cuda_layer import KERNELS, SOURCE, Norm, Turning
-from quant.backends.cuda_driver import CudaError, compile_cuda, text_of
+from quant.backends.cuda.driver import CudaError, compile_cuda, text_of
 from tests.actors.own_kernels import (
     layer_kernels,
 )

@@ -16,7 +16,7 @@ from actors.stage.layers import cuda_layer
 from actors.stage.layers.own_layers import own_layers, put_own_layers
 from actors.stage.partial_model import empty_model
 from actors.stage.stage import Stage
-from quant.backends.cuda_driver import Kernels
+from quant.backends.cuda.driver import Kernels
 from quant.devices import local_processor
 from tests.actors.configs import CONFIGS, LAYERS, MORE_CONFIGS
 from tests.actors.models import generate, random_prompts, save_tiny, specs_of, stages_of

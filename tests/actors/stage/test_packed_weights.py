@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from actors.messages import MicroBatch
-from quant.backends.cuda_packed import CudaPacked
-from quant.backends.cuda_products import KERNELS, SOURCE, TENSOR_KERNELS, CudaProducts
+from quant.backends.cuda.packed import CudaPacked
+from quant.backends.cuda.products import KERNELS, SOURCE, TENSOR_KERNELS, CudaProducts
 from quant.linear import QuantizedLinear
 from quant.scheme import Processor
 from tests.actors.configs import CONFIGS, LAYERS

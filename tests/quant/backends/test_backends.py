@@ -13,12 +13,12 @@ from functools import partial
 import pytest
 import torch
 
-from quant.backends import int4_few, int4_layout, int4_vectors, int4pack
 from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.bnb import BnbNf4
-from quant.backends.int4_layout import layout_is_known
-from quant.backends.int4pack import Int3Pack, Int4Pack, Int5Pack, Int6Pack
-from quant.backends.int8pack import Int8Pack, OneDnnW8A8
+from quant.backends.cpu import int4_few, int4_layout, int4_vectors, int4pack
+from quant.backends.cpu.int4_layout import layout_is_known
+from quant.backends.cpu.int4pack import Int3Pack, Int4Pack, Int5Pack, Int6Pack
+from quant.backends.cpu.int8pack import Int8Pack, OneDnnW8A8
 from quant.backends.kernel_classes import BACKENDS, self_test, usable_backend
 from quant.backends.kernel_rule import KernelRule
 from quant.backends.portable import Torch4Bit

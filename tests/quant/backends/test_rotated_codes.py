@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quant.backends.int8pack import OneDnnW8A8
+from quant.backends.cpu.int8pack import OneDnnW8A8
 from quant.loading.emulated_kernels import represented_product
 from quant.rounding import rotation
 from quant.rounding.canonical import dequantize, quantize

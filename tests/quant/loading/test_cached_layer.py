@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from quant.backends.int8pack import OneDnnW8A8
+from quant.backends.cpu.int8pack import OneDnnW8A8
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.portable import Torch4Bit
 from quant.backends.table import KERNEL_RULES

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quant.backends.base import PackedWeight
-from quant.backends.int4_layout import layout_is_known
+from quant.backends.cpu.int4_layout import layout_is_known
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.table import HOST_BACKENDS, KERNEL_RULES
 from quant.checkpoint.reader import Checkpoint

@@ -18,7 +18,7 @@ from actors.attention.delta.rule import KERNELS, SOURCE, DeltaKernels, compiled_
 from actors.attention.delta.states import ConstantStates, DeltaWeights, Projected
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from planner.model.layer_parts import DeltaMixer
-from quant.backends.cuda_driver import CudaError, compile_cuda, text_of
+from quant.backends.cuda.driver import CudaError, compile_cuda, text_of
 from tests.actors.attention.delta.test_delta_states import (
     CPU,
     LAYER,

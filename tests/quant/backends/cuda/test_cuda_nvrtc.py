@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant.backends import cuda_driver as nvrtc
-from quant.backends.cuda_driver import CudaError, compile_cuda, nvrtc_library, text_of
-from quant.backends.cuda_packed import Cuda3Bit
-from quant.backends.cuda_products import KERNELS, SOURCE, TENSOR_KERNELS
+from quant.backends.cuda import driver as nvrtc
+from quant.backends.cuda.driver import CudaError, compile_cuda, nvrtc_library, text_of
+from quant.backends.cuda.packed import Cuda3Bit
+from quant.backends.cuda.products import KERNELS, SOURCE, TENSOR_KERNELS
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.portable import Torch3Bit
 from tests.cuda_emulation import check_machine_code, needs_nvrtc

@@ -1,6 +1,6 @@
 // Products of a few to a hundred or so tokens with a 3- to 6- or 8-bit weight, on tensor cores.
 //
-// Stands behind cuda_kernels.cu, whose layout of codes it reads, cuda_mma.cuh and cuda_restoring.cuh.
+// Stands behind kernels.cu, whose layout of codes it reads, mma.cuh and restoring.cuh.
 // Weights are the left operand of the matrix instructions and tokens the right one, 8 at the least;
 // sums are in float32. A lane reads whole chunks of a row, 32 columns (16 at 8 bit), and restores them
 // to the 16-bit numbers that `restore` would write: the order of columns in a sum is free, as long as

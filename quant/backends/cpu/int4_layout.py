@@ -19,8 +19,8 @@ import torch
 from torch.nn import functional
 
 from quant.backends.base import ThreadWords, form_of, read_scales
-from quant.backends.int4_vectors import DECODED, columns_decoded
-from quant.backends.upper_bits import (
+from quant.backends.cpu.int4_vectors import DECODED, columns_decoded
+from quant.backends.cpu.upper_bits import (
     BLOCK_ROWS,
     HALF_ROWS,
     UPPER_BYTES,

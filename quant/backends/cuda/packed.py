@@ -28,7 +28,7 @@ from quant.backends.base import (
     form_of,
     held_scales,
 )
-from quant.backends.cuda_products import (
+from quant.backends.cuda.products import (
     TENSOR,
     Codes,
     CudaProducts,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quant.backends.cuda_packed import CudaPacked, _asked_complaint, asked_products, trial
-from quant.backends.cuda_products import KERNELS, SOURCE, CudaProducts
+from quant.backends.cuda.packed import CudaPacked, _asked_complaint, asked_products, trial
+from quant.backends.cuda.products import KERNELS, SOURCE, CudaProducts
 from quant.backends.kernel_classes import BACKENDS
 from quant.experts import ExpertWeights, QuantizedExperts, packed_expert
 from quant.linear import LayerForm

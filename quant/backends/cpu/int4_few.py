@@ -22,14 +22,14 @@ import numpy as np
 import torch
 
 from quant.backends.base import form_of
-from quant.backends.int4_vectors import (
+from quant.backends.cpu.int4_vectors import (
     QUARTERS,
     RUNS,
     columns_of_run,
     has_wide_vectors,
     run_added,
 )
-from quant.backends.upper_bits import BLOCK_ROWS, HALF_ROWS, UPPER_BYTES
+from quant.backends.cpu.upper_bits import BLOCK_ROWS, HALF_ROWS, UPPER_BYTES
 from quant.devices import emulates, local_processor
 from quant.numba_loops import compiled_loop, prefetching, torch_threads
 from quant.scheme import NARROW_GROUP, ScaleForm
@@ -91,7 +91,7 @@ def multiply(
     bits: int, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     """Multiply bfloat16 `x` `[tokens, in]` with a weight of whole blocks: `packed` and `scales` as
-    `quant.backends.int4pack` holds them, of bytes.
+    `quant.backends.cpu.int4pack` holds them, of bytes.
     """
     tokens, pairs, form = len(x), multiplies_pairs(), form_of(scales)
     known = at_once()

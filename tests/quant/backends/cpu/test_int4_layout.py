@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant.backends import int4_layout
+from quant.backends.cpu import int4_layout
 
 pytest.importorskip("numba")
 

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 
 from quant.backends.base import form_of, groups_of
-from quant.backends.cuda_driver import THREADS, Kernels, kernels_for
+from quant.backends.cuda.driver import THREADS, Kernels, kernels_for
 from quant.backends.table import FUSED_TOKENS, TENSOR_TOKENS
 from quant.devices import row_blocks
 from quant.scheme import NARROW_GROUP, ScaleForm
 
-_FILES = ("cuda_kernels.cu", "cuda_mma.cuh", "cuda_restoring.cuh", "cuda_tensor_cores.cu")
+_FILES = ("kernels.cu", "mma.cuh", "restoring.cuh", "tensor_cores.cu")
 SOURCE = tuple(map(Path(__file__).with_name, _FILES))
 KERNELS = ("one_token", "one_expert", "four_tokens", "eight_tokens", "restore")
 

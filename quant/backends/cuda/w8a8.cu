@@ -1,7 +1,7 @@
 // Products of 8-bit codes with 8-bit codes: activations are rotated and rounded a token at a time, and
 // their codes are multiplied with those of the weight in int32.
 //
-// Compiled at run time by NVRTC for one GPU, behind cuda_numbers.cuh, with -D BFLOAT16=0|1 (the type of
+// Compiled at run time by NVRTC for one GPU, behind numbers.cuh, with -D BFLOAT16=0|1 (the type of
 // activations) and -D CAPABILITY=61|75|80 ..., from which the instruction that multiplies follows:
 // mma.m16n8k32 from 8.0 on, mma.m8n8k16 on 7.5, dp4a below. Rows have a multiple of 64 columns, at most 2^17, so that no sum leaves int32.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NUMBERS = Path(__file__).with_name("cuda_numbers.cuh")
+NUMBERS = Path(__file__).with_name("numbers.cuh")
 """Stands before every source."""
 
 THREADS = 128

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.backends.cuda_driver import CudaError
-from quant.backends.cuda_packed import Cuda8Bit
-from quant.backends.cuda_w8a8 import (
+from quant.backends.cuda.driver import CudaError
+from quant.backends.cuda.packed import Cuda8Bit
+from quant.backends.cuda.w8a8 import (
     KERNELS,
     SOURCE,
     CodeProducts,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from quant import devices
-from quant.backends.cuda_driver import CudaError, Kernels
-from quant.backends.cuda_packed import (
+from quant.backends.cuda.driver import CudaError, Kernels
+from quant.backends.cuda.packed import (
     Cuda3Bit,
     Cuda4Bit,
     Cuda5Bit,
@@ -22,7 +22,7 @@ from quant.backends.cuda_packed import (
     tensor_cores_complaint,
     trial,
 )
-from quant.backends.cuda_products import (
+from quant.backends.cuda.products import (
     KERNELS,
     PACKED,
     RESTORED,

@@ -1,6 +1,6 @@
 // Products of a few tokens with a 3- to 6- or 8-bit weight, and the weight restored to 16 bit.
 //
-// Compiled at run time by NVRTC for one GPU, behind cuda_numbers.cuh, with -D BITS=3|4|5|6|8,
+// Compiled at run time by NVRTC for one GPU, behind numbers.cuh, with -D BITS=3|4|5|6|8,
 // -D BFLOAT16=0|1 (the type of activations) and -D SUPER_BLOCKS=1 where scales are those of GGUF's
 // K-quants. Sums are in float32.
 //

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quant.backends.cuda_driver import Kernels
-from quant.backends.cuda_packed import (
+from quant.backends.cuda.driver import Kernels
+from quant.backends.cuda.packed import (
     Cuda3Bit,
     Cuda4Bit,
     Cuda5Bit,

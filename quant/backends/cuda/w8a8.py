@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from quant.backends.base import CanonicalPacked
-from quant.backends.cuda_driver import THREADS, Kernels, kernels_for
+from quant.backends.cuda.driver import THREADS, Kernels, kernels_for
 from quant.backends.table import LIBRARY_TOKENS
 from quant.rounding.canonical import CanonicalWeight
 from quant.rounding.rotation import RotatedCodes
 from quant.rounding.ways import DEFAULT, Rounding
 
-SOURCE = Path(__file__).with_name("cuda_w8a8.cu")
+SOURCE = Path(__file__).with_name("w8a8.cu")
 
 _TILES = {8: 16, 16: 16, 32: 32, 64: 32}
 """Rows of the weight that a block works on by its tokens."""

@@ -10,7 +10,6 @@ from typing import ClassVar, Self
 import torch
 from torch.nn import functional
 
-from quant.backends import int4_few
 from quant.backends.base import (
     CanonicalPacked,
     ThreadWords,
@@ -19,7 +18,8 @@ from quant.backends.base import (
     held_scales,
     read_scales,
 )
-from quant.backends.int4_layout import (
+from quant.backends.cpu import int4_few
+from quant.backends.cpu.int4_layout import (
     few_rows,
     has_avx2_layout,
     is_compiled,
@@ -36,7 +36,7 @@ from quant.backends.int4_layout import (
     warm_up,
     whole_blocks,
 )
-from quant.backends.upper_bits import (
+from quant.backends.cpu.upper_bits import (
     BLOCK_ROWS,
     HALF_ROWS,
     pack_blocks,

@@ -1,4 +1,6 @@
-"""Products of a run of columns, written out in vectors of 16 rows for `quant.backends.int4_few`."""
+"""Products of a run of columns, written out in vectors of 16 rows for
+`quant.backends.cpu.int4_few`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quant.backends.upper_bits import HALF_ROWS, UPPER_BYTES
+from quant.backends.cpu.upper_bits import HALF_ROWS, UPPER_BYTES
 from quant.narrow import MIDDLE_ZERO, zero_steps
 from quant.scheme import NARROW_GROUP, SUPER_BLOCK, ScaleForm
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quant.backends.cuda_driver import Kernels
-from quant.backends.cuda_packed import _TEST_SHAPE, _TEST_TOKENS
-from quant.backends.cuda_products import (
+from quant.backends.cuda.driver import Kernels
+from quant.backends.cuda.packed import _TEST_SHAPE, _TEST_TOKENS
+from quant.backends.cuda.products import (
     KERNELS,
     PACKED,
     RESTORED,

@@ -1,0 +1,1 @@
+"""Kernels for CPUs: those of torch and oneDNN, and compiled loops."""

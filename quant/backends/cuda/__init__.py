@@ -1,0 +1,1 @@
+"""Kernels for GPUs, in CUDA C++ that is compiled where it runs."""
