@@ -5,7 +5,7 @@ them so where a model is evaluated layer by layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -18,14 +18,17 @@ from quant.backends.kernel_classes import BACKENDS
 from quant.backends.kernel_rule import KernelRule
 from quant.backends.table import fallback_rule, rule_for
 from quant.checkpoint.reader import Checkpoint
-from quant.embedding import QuantizedEmbedding, packed_for_rows
+from quant.embedding import QuantizedEmbedding
 from quant.linear import LayerForm, dtype_name, quantize_linear
+from quant.loading.cache_folder import ShardCache
+from quant.loading.coded_ends import end_load, load_end, reads_rows
 from quant.loading.emulated_kernels import (
     Compute,
     LayerScheme,
     RepresentedLinear,
     represented_product,
 )
+from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import load_tensors, read_weight
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
@@ -36,24 +39,94 @@ def shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
     return bool(getattr(config, "tie_word_embeddings", False)) and spec.is_first
 
 
+@dataclass(frozen=True)
+class CodedEnds:
+    """Embedding of tokens and head of a stage that have fewer than 16 bits. Those that are tied are
+    one weight, where rows can be read in the layout of the head's kernel.
+    """
+
+    head: LayerLoad | None = None
+    embedding: LayerLoad | None = None
+    are_tied: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        spec: StageSpec,
+        checkpoint: Checkpoint,
+        form: LayerForm,
+        vocabulary: Cut | None,
+        inputs: InputStatistics | None,
+    ) -> CodedEnds:
+        """`vocabulary`: the rows of both that a rank holds; None: all. `inputs`: those that the
+        head is rounded by. Raises `CheckpointError` for missing weights.
+        """
+        if form.bits == FULL_BITS:
+            return cls()
+        head = embedding = None
+        if spec.has_head:
+            name, own = _head_prefix(model, checkpoint), model.get_output_embeddings()
+            head = end_load(own, name, checkpoint, form, vocabulary, inputs)
+        if spec.is_first:
+            decoder, child = _place_of_embedding(model)
+            name, own = f"{path_of(model, decoder)}.{child}", getattr(decoder, child)
+            by_rows = replace(form, backend=fallback_rule(form.bits).name)
+            embedding = end_load(own, name, checkpoint, by_rows, vocabulary, None)
+        return cls(head, embedding, shares_head(model.config, spec))
+
+    @property
+    def to_load(self) -> list[LayerLoad]:
+        """Those that are expected to be loaded, in turn."""
+        embedding = None if self.head is not None and self.are_tied else self.embedding
+        return [each for each in (self.head, embedding) if each is not None]
+
+    def load(
+        self, model: PreTrainedModel, checkpoint: Checkpoint, cache: ShardCache | None
+    ) -> None:
+        """Put them into `model`. Raises `CheckpointError` for unusable weights."""
+        packed: PackedWeight | None = None
+        if self.head is not None:
+            coded, sample = load_end(self.head, checkpoint, cache)
+            model.set_output_embeddings(coded)
+            if self.are_tied and reads_rows(coded.packed, sample, coded.out_features):
+                packed = coded.packed
+        if self.embedding is None:
+            return
+        if packed is None:
+            packed = load_end(self.embedding, checkpoint, cache)[0].packed
+        decoder, child = _place_of_embedding(model)
+        embedding = getattr(decoder, child)
+        is_part = isinstance(embedding, VocabularyPart)
+        factor = embedding.factor if is_part else getattr(embedding, "scalar_embed_scale", None)
+        width, dtype = embedding.weight.shape[1], self.embedding.form.dtype
+        found = QuantizedEmbedding(packed, width, dtype, factor)
+        if is_part:
+            embedding.hold(found)
+        else:
+            setattr(decoder, child, found)
+
+
+def _place_of_embedding(model: PreTrainedModel) -> tuple[nn.Module, str]:
+    return model.get_decoder(), architecture_of(model.config).embedding[0]
+
+
 def load_ends(
     model: PreTrainedModel,
     spec: StageSpec,
     checkpoint: Checkpoint,
     form: LayerForm,
     vocabulary: Cut | None = None,
-    inputs: InputStatistics | None = None,
 ) -> None:
-    """Load the parts of a stage beside its layers: embedding, final norm, head, frequencies.
+    """Load the parts of a stage beside its layers and `CodedEnds`: embedding, final norm, head,
+    frequencies.
 
-    Embedding of tokens and head have the bits of `form`. `vocabulary`: the rows of both that a rank
-    holds; None: all. `inputs`: those that the head is rounded by. Raises `CheckpointError` for
-    unusable weights.
+    `vocabulary`: the rows of embedding and head that a rank holds; None: all. Raises
+    `CheckpointError` for unusable weights.
     """
     architecture = architecture_of(model.config)
     decoder = model.get_decoder()
     path = path_of(model, decoder)
-    _load_coded_ends(model, spec, checkpoint, form, vocabulary, inputs)
     owned = (architecture.embedding if spec.is_first else ()) + (
         architecture.final if spec.is_last else ()
     )
@@ -72,40 +145,6 @@ def load_ends(
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is not None:
         rotary.to(form.device)
-
-
-def _load_coded_ends(
-    model: PreTrainedModel,
-    spec: StageSpec,
-    checkpoint: Checkpoint,
-    form: LayerForm,
-    vocabulary: Cut | None,
-    inputs: InputStatistics | None,
-) -> None:
-    """Replace embedding of tokens and head by ones of fewer bits; a tied one is one weight."""
-    if form.bits == FULL_BITS:
-        return
-    packed: PackedWeight | None = None
-    if spec.has_head:
-        name, head = _head_prefix(model, checkpoint), model.get_output_embeddings()
-        weight = read_weight(head, checkpoint, name, vocabulary)
-        coded: Any = quantize_linear(weight, None, form, name, inputs)
-        coded.bias = head.bias  # on the meta device still, where there is one
-        load_tensors(coded, checkpoint, name, form.dtype, form.device, _cuts(vocabulary))
-        model.set_output_embeddings(coded)
-        packed = coded.packed if shares_head(model.config, spec) else None
-    if spec.is_first:
-        decoder, child = model.get_decoder(), architecture_of(model.config).embedding[0]
-        name, embedding = f"{path_of(model, decoder)}.{child}", getattr(decoder, child)
-        weight = read_weight(embedding, checkpoint, name, vocabulary)
-        packed = packed_for_rows(weight, form, name, packed)
-        is_part = isinstance(embedding, VocabularyPart)
-        factor = embedding.factor if is_part else getattr(embedding, "scalar_embed_scale", None)
-        found = QuantizedEmbedding(packed, weight.shape[1], form.dtype, factor)
-        if is_part:
-            embedding.hold(found)
-        else:
-            setattr(decoder, child, found)
 
 
 def _head_prefix(model: PreTrainedModel, checkpoint: Checkpoint) -> str:
@@ -138,7 +177,7 @@ def round_embedding(
     """Give the embedding of tokens the numbers that `scheme` rounds it to."""
     if scheme.bits == FULL_BITS:
         return
-    decoder, child = model.get_decoder(), architecture_of(model.config).embedding[0]
+    decoder, child = _place_of_embedding(model)
     embedding = getattr(decoder, child)
     name = f"{path_of(model, decoder)}.{child}"
     weight = read_weight(embedding, checkpoint, name, None)

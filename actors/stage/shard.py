@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from actors.stage.adapters import NAME, StageAdapters
-from actors.stage.ends import load_ends, path_of, shares_head
+from actors.stage.ends import CodedEnds, load_ends, path_of, shares_head
 from actors.stage.model_config import read_config
 from actors.stage.partial_model import (
     architecture_of,
@@ -23,6 +23,7 @@ from actors.stage.partial_model import (
 from actors.stage.ranks import divide, sum_over_ranks
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import RankShare, rank_share, vocabulary_cut
 from quant.checkpoint.reader import Checkpoint
 from quant.hosted_experts import HostedExperts
@@ -60,11 +61,7 @@ def load_shard(
     plan_frequencies(model, spec.max_tokens)
     whole_shape = model_shape(str(checkpoint.folder))
     shape = whole_shape if spec.degree > 1 else None
-    cuts: Sequence[Mapping[str, Cut]] = [{}] * len(spec.layers)
-    vocabulary = None
-    if shape is not None:
-        whole = rank_share(shape, spec.degree, spec.rank)
-        cuts, vocabulary = divide(model, shape, whole, spec.layers), vocabulary_cut(shape, whole)
+    cuts, vocabulary = _divided(model, spec, shape)
     decoder = model.get_decoder()
     path = path_of(model, decoder)
     stack = f"{path}.{architecture.layers}"
@@ -83,18 +80,21 @@ def load_shard(
         for index, form, own, own_cuts in zip(spec.layers, forms, weighing, cuts, strict=True)
     ]
     names = [name for name, tensor in model.named_parameters() if tensor.is_meta]
-    ends = [name for name in names if not name.startswith(f"{stack}.")]
-    with loading(loads, ends, checkpoint, cache):
+    own_form = _head_form(spec, processor, device)
+    last = weighing[-1] if spec.is_last and weighing else None
+    head_inputs = None if last is None else last.of_head
+    coded = CodedEnds.of(model, spec, checkpoint, own_form, vocabulary, head_inputs)
+    elsewhere = (f"{stack}.", *(f"{load.name_prefix}." for load in coded.to_load))
+    ends = [name for name in names if not name.startswith(elsewhere)]
+    with loading([*loads, *coded.to_load], ends, checkpoint, cache):
         for index, load in zip(spec.layers, loads, strict=True):
             load_layer(load, checkpoint, cache)
             if shape is not None:
                 sum_over_ranks(model, shape.layer(index), load.module)
             prepack_linears(load.module, processor)
             return_freed_memory()
-        own_form = _head_form(spec, processor, device)
-        last = weighing[-1] if spec.is_last and weighing else None
-        inputs = None if last is None else last.of_head
-        load_ends(model, spec, checkpoint, own_form, vocabulary, inputs)
+        coded.load(model, checkpoint, cache)
+        load_ends(model, spec, checkpoint, own_form, vocabulary)
     if spec.adapters:
         beside = StageAdapters(spec.adapters, spec.slots, spec.deterministic)
         beside.load(whole_shape, spec.layers, loads)
@@ -103,6 +103,18 @@ def load_shard(
     if isinstance(head, nn.Linear):
         model.set_output_embeddings(prepack(head, processor, shares_head(config, spec)))
     return model
+
+
+def _divided(
+    model: PreTrainedModel, spec: StageSpec, shape: ModelShape | None
+) -> tuple[Sequence[Mapping[str, Cut]], Cut | None]:
+    """Leave the part of `spec.rank` of a model of `shape` (None: all); what is cut of each layer,
+    and of the vocabulary.
+    """
+    if shape is None:
+        return [{}] * len(spec.layers), None
+    whole = rank_share(shape, spec.degree, spec.rank)
+    return divide(model, shape, whole, spec.layers), vocabulary_cut(shape, whole)
 
 
 def _form(spec: StageSpec, bits: int, processor: Processor, device: torch.device) -> LayerForm:

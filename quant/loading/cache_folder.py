@@ -1,4 +1,5 @@
-"""The cache: a folder of packed layers, one safetensors file each, for all stages of a node.
+"""The cache: a folder of packed layers, embeddings and heads, one safetensors file each, for all
+stages of a node.
 
 A stage that starts again finds its packed layers and neither reads nor quantizes weights. A file's
 name has a hash of its key (`quant.loading.cached_layer`), its text is inside. Files are written
@@ -116,7 +117,7 @@ class ShardCache:
         return self.folder / key.file_name
 
     def restore(self, key: CacheKey, build: Callable[[CachedTensors], Built]) -> Built | None:
-        """Read a layer, pass it to `build`; None if not there. A damaged file is removed."""
+        """Read an entry, pass it to `build`; None if not there. A damaged file is removed."""
         path = self.path_of(key)
         try:
             file = path.open("rb")
@@ -167,7 +168,7 @@ class ShardCache:
         if kind in self._warned:
             return
         self._warned.add(kind)
-        remedy = "layers are quantized anew; give another cache_dir or no_cache to be rid of this"
+        remedy = "weights are quantized anew; give another cache_dir or no_cache to be rid of this"
         warnings.warn(f"packed-shard cache: {problem}; {remedy}", RuntimeWarning, stacklevel=4)
 
     def _write(self, entry: NewEntry) -> str | None:
@@ -178,8 +179,8 @@ class ShardCache:
             if not self._write_file(path, entry):
                 self._is_writable = False
                 return (
-                    f"a layer of {entry.nbytes} bytes has no room beside those in use, with a "
-                    f"limit of {self._limit()} bytes for {self.folder}"
+                    f"{entry.key.label} of {entry.nbytes} bytes has no room beside those in use, "
+                    f"with a limit of {self._limit()} bytes for {self.folder}"
                 )
         except OSError as error:
             self._is_writable = False

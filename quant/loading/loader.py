@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -66,10 +67,11 @@ def load_layer(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None
     or has no place in the module.
     """
     _check_left_out(load, checkpoint)
+    fill = partial(_fill_layer, load, checkpoint)
     if cache is not None and _is_quantized_here(load, checkpoint):
-        _load_with_cache(load, checkpoint, cache)
+        fill_with_cache(load, checkpoint, cache, fill)
     else:
-        _fill_layer(load, checkpoint)
+        fill()
     note_layer()
     return_freed_memory()
 
@@ -112,13 +114,16 @@ def _key(load: LayerLoad, checkpoint: Checkpoint) -> CacheKey:
     return layer_key(load, checkpoint.fingerprint(load.name_prefix))
 
 
-def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache) -> None:
+def fill_with_cache(
+    load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache, fill: Callable[[], None]
+) -> None:
+    """Fill the module of `load` from `cache`, else by `fill`, and put it there."""
     key = _key(load, checkpoint)
     restored = cache.restore(key, lambda cached: read_layer(load, cached))
     if restored is not None:
         fill_from(load.module, restored)
         return
-    _fill_layer(load, checkpoint)
+    fill()
     entry = new_entry(load, key, module_nbytes(load.module))
     if entry is not None and checkpoint.is_unchanged(load.name_prefix):
         cache.store(entry)

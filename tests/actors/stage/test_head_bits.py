@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.stage.ends import path_of
 from actors.stage.layer_stream import LayerStream, compute_on, stream_layers
 from actors.stage.stage import Stage
 from planner.costs.stored_bytes import embedding_bytes, head_bytes, layer_weight_bytes, norm_bytes
@@ -19,7 +21,9 @@ from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import shape_of_ranks
 from quant.backends.kernel_classes import BACKENDS
+from quant.checkpoint.reader import Checkpoint
 from quant.devices import local_processor
+from quant.loading.cache_settings import NO_CACHE, CacheSettings
 from quant.loading.emulated_kernels import LayerScheme
 from quant.rounding.importance import HEAD, InputStatistics, LayerImportance
 from quant.rounding.ways import Rounding
@@ -47,10 +51,31 @@ def with_coded_ends(model: Any, bits: int) -> Any:
     return model
 
 
-def stages_of(folder: Path, bounds: tuple[int, ...], bits: int, **others: Any) -> list[Stage]:
+def stages_of(
+    folder: Path,
+    bounds: tuple[int, ...],
+    bits: int,
+    cache: CacheSettings = NO_CACHE,
+    **others: Any,
+) -> list[Stage]:
     slots, most = len(LENGTHS), max(LENGTHS) + NEW_TOKENS
     specs = specs_of(bounds, slots, most, head_bits=bits, **others)
-    return [Stage(spec, folder, CPU, PLAIN) for spec in specs]
+    return [Stage(spec, folder, CPU, PLAIN, cache) for spec in specs]
+
+
+def reading_all_but(names: Sequence[str]) -> Callable[[Checkpoint, str], Tensor]:
+    read = Checkpoint.read
+
+    def refusing(self: Checkpoint, name: str) -> Tensor:
+        assert name not in names
+        return read(self, name)
+
+    return refusing
+
+
+def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 FAMILIES = {"llama": 6, "llama-tied": 8, "opt-post-norm": 8, "bloom": 6, "gemma3": 6, "gemma4": 8}
@@ -68,14 +93,27 @@ FAMILIES = {"llama": 6, "llama-tied": 8, "opt-post-norm": 8, "bloom": 6, "gemma3
         ),
     ],
 )
-def test_tokens_are_those_of_the_decoded_weights(name: str, bits: int, tmp_path: Path) -> None:
-    """Where both ends are on one stage and share a weight, and where each has its own."""
-    model = with_coded_ends(save_tiny(tmp_path, ALL[name]), bits)
+def test_tokens_are_those_of_the_decoded_weights(
+    name: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where both ends are on one stage and share a weight, and where each has its own; from the
+    first start on they come from the cache.
+    """
+    model = save_tiny(tmp_path, ALL[name])
+    ends = [f"{path_of(model, e)}.weight" for e in (model.get_input_embeddings(), model.lm_head)]
+    with_coded_ends(model, bits)
     prompts = random_prompts(LENGTHS)
     expected = references(model, prompts, NEW_TOKENS)
+    cache = CacheSettings(str(tmp_path / "cache"))
+    first = stages_of(tmp_path, (0, LAYERS), bits, cache)
+    monkeypatch.setattr(Checkpoint, "read", reading_all_but(ends))
     for bounds, head_on_first in (((0, LAYERS), False), ((0, 2, LAYERS), True)):
-        stages = stages_of(tmp_path, bounds, bits, head_on_first=head_on_first)
+        stages = stages_of(tmp_path, bounds, bits, cache, head_on_first=head_on_first)
         assert generate(stages, prompts, NEW_TOKENS, prefill=3, decode=4) == expected, bounds
+        for end in ("get_input_embeddings", "get_output_embeddings"):
+            found, rounded = (getattr(each[0]._model, end)() for each in (stages, first))
+            assert_same(found.packed.state(), rounded.packed.state())
+    assert len({*cache.path.glob("*.safetensors")}) == 2 - model_shape(tmp_path).tied_embeddings
 
 
 def planned(shape: ModelShape, stage: Stage, processor: Processor) -> int:
@@ -111,7 +149,9 @@ def test_a_tied_weight_of_blocks_serves_head_and_embedding(
     config = type(CONFIGS["llama-tied"]).from_dict(values)
     model = save_tiny(tmp_path, config)
     (spec,) = specs_of((0, LAYERS), 1, 16, head_bits=bits, dtype=dtype)
-    stage = Stage(spec, tmp_path, CPU, vnni)
+    cache = CacheSettings(str(tmp_path / "cache"))
+    Stage(spec, tmp_path, CPU, vnni, cache)
+    stage = Stage(spec, tmp_path, CPU, vnni, cache)  # with what the first one kept
     shape = model_shape(tmp_path).with_all(head_bits=bits)
     assert stage.stats().weight_bytes == planned(shape, stage, vnni)
     ids = torch.tensor([[0, 63, 64, 255], [7, 128, 200, 1]])
@@ -169,8 +209,11 @@ def test_evaluation_rounds_ends_as_stages_do(name: str, bits: int, tmp_path: Pat
         tail = stream.tail(scheme, inputs)
         normed = tail.normed(last.hidden)
         torch.testing.assert_close(tail.logits(normed), model.lm_head(normed), rtol=1e-5, atol=1e-5)
-    layer = LayerImportance({HEAD: inputs}, torch.ones(whole.kv_heads, whole.head_dim))
     (spec,) = specs_of((0, LAYERS), 1, 16, head_bits=bits)
-    stage = Stage(spec, tmp_path, CPU, PLAIN, importance=[layer] * LAYERS)
+    alike = InputStatistics(*[torch.ones(whole.hidden_size)] * 2)
+    for seen in (alike, inputs):  # what the cache has of other inputs is not taken
+        layer = LayerImportance({HEAD: seen}, torch.ones(whole.kv_heads, whole.head_dim))
+        cache = CacheSettings(str(tmp_path / "cache"))
+        stage = Stage(spec, tmp_path, CPU, PLAIN, cache, [layer] * LAYERS)
     found = stage._model.get_output_embeddings().packed.rows(torch.arange(9))
     torch.testing.assert_close(found, model.lm_head.weight.data[:9], rtol=1e-6, atol=1e-6)
