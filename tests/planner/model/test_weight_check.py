@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors.stage.partial_model import register_models
 from planner.model.families import FAMILIES
 from planner.model.finding import shape_from_config
 from planner.model.tensor_shapes import end_tensors, layer_tensors
@@ -19,6 +20,7 @@ from tests.paths import ROOT
 
 @pytest.mark.parametrize("name", EVERY_CONFIG)
 def test_tensors_are_those_of_transformers(name: str) -> None:
+    register_models()
     config = EVERY_CONFIG[name]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
