@@ -60,11 +60,9 @@ def load_shard(
     keep_stage(model, spec.layers, spec.is_first, spec.is_last, spec.has_head)
     plan_frequencies(model, spec.max_tokens)
     whole_shape = model_shape(str(checkpoint.folder))
-    shape = whole_shape if spec.degree > 1 else None
-    cuts, vocabulary = _divided(model, spec, shape)
+    cuts, vocabulary = _divided(model, spec, whole_shape)
     decoder = model.get_decoder()
-    path = path_of(model, decoder)
-    stack = f"{path}.{architecture.layers}"
+    stack = f"{path_of(model, decoder)}.{architecture.layers}"
     weighing = importance if importance and spec.rounding == WEIGHTED else [None] * len(spec.layers)
     forms = [_form(spec, bits, processor, device) for bits in spec.bitwidths]
     loads = [
@@ -82,15 +80,15 @@ def load_shard(
     names = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     own_form = _head_form(spec, processor, device)
     last = weighing[-1] if spec.is_last and weighing else None
-    head_inputs = None if last is None else last.of_head
-    coded = CodedEnds.of(model, spec, checkpoint, own_form, vocabulary, head_inputs)
+    inputs = None if last is None else last.of_head
+    coded = CodedEnds.of(model, spec, checkpoint, own_form, vocabulary, inputs)
     elsewhere = (f"{stack}.", *(f"{load.name_prefix}." for load in coded.to_load))
     ends = [name for name in names if not name.startswith(elsewhere)]
     with loading([*loads, *coded.to_load], ends, checkpoint, cache):
         for index, load in zip(spec.layers, loads, strict=True):
             load_layer(load, checkpoint, cache)
-            if shape is not None:
-                sum_over_ranks(model, shape.layer(index), load.module)
+            if spec.degree > 1:
+                sum_over_ranks(model, whole_shape.layer(index), load.module)
             prepack_linears(load.module, processor)
             return_freed_memory()
         coded.load(model, checkpoint, cache)
@@ -106,12 +104,10 @@ def load_shard(
 
 
 def _divided(
-    model: PreTrainedModel, spec: StageSpec, shape: ModelShape | None
+    model: PreTrainedModel, spec: StageSpec, shape: ModelShape
 ) -> tuple[Sequence[Mapping[str, Cut]], Cut | None]:
-    """Leave the part of `spec.rank` of a model of `shape` (None: all); what is cut of each layer,
-    and of the vocabulary.
-    """
-    if shape is None:
+    """Leave the part of `spec.rank`; what is cut of each layer, and of the vocabulary."""
+    if spec.degree == 1:
         return [{}] * len(spec.layers), None
     whole = rank_share(shape, spec.degree, spec.rank)
     return divide(model, shape, whole, spec.layers), vocabulary_cut(shape, whole)

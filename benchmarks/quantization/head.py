@@ -1,4 +1,5 @@
-"""Embedding and LM head at 6 and 8 bit beside 16: bytes by planning, divergence, a step's time.
+"""Embedding and LM head at 6 and 8 bit beside 16: bytes by planning, divergence, times of steps and
+starts.
 
     python -m benchmarks.quantization.head [--tokens 8192] [--passes 12]
 
@@ -6,15 +7,18 @@ Bytes are those of one A100 or of one CPU with AVX-512, which hold all layers at
 is that from the 16-bit model, of SmolLM2 and the demo model (`benchmarks.quantization.models`), in
 float32, with the kernels of CPUs with VNNI, weighed by what a stage measures by itself. Steps are
 decode steps of SmolLM2 in bfloat16 on one thread, with one stage of each kind in this process; they
-take turns, pass by pass.
+take turns, pass by pass. Starts are of stages of SmolLM2, with an empty cache of packed layers and
+with what the first start left there; each pass has a folder of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +39,9 @@ from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from quant.checkpoint.reader import Checkpoint
 from quant.devices import local_processor
+from quant.loading.cache_settings import NO_CACHE, CacheSettings
 from quant.loading.emulated_kernels import LayerScheme
-from quant.scheme import HEAD_BITWIDTHS, Processor
+from quant.scheme import FULL_BITS, HEAD_BITWIDTHS, Processor
 
 PLANNED = ("llama-3-8b", "qwen2.5-7b", "qwen2.5-0.5b", "google/gemma-2-2b")
 LAYER_BITS, MIB = 4, 2**20
@@ -94,19 +99,27 @@ def divergence_rows(options: argparse.Namespace) -> Iterator[str]:
 NONE: frozenset[str] = frozenset()
 
 
+def started(
+    folder: Path, layers: int, bits: int, head_bits: int, cache: CacheSettings = NO_CACHE
+) -> tuple[Stage, float]:
+    """A stage of the first `layers` and both ends, and the seconds it took."""
+    longest, most = PROMPT + STEPS + 1, max(REQUESTS)
+    spec = StageSpec(
+        0, 1, range(layers), (bits,) * layers, "bfloat16", most, longest, most * longest,
+        head_bits=head_bits,
+    )  # fmt: skip
+    began = perf_counter()
+    stage = Stage(spec, folder, CPU, local_processor(CPU), cache)
+    return stage, perf_counter() - began
+
+
 class TimedStage:
     """A stage of all layers, and decode steps of requests whose prompts are not computed."""
 
     def __init__(self, folder: Path, bits: int, head_bits: int) -> None:
         layers, longest = model_shape(str(folder)).layers, PROMPT + STEPS + 1
         most = max(REQUESTS)
-        spec = StageSpec(
-            0, 1, range(layers), (bits,) * layers, "bfloat16", most, longest, most * longest,
-            head_bits=head_bits,
-        )  # fmt: skip
-        began = perf_counter()
-        self.stage = Stage(spec, folder, CPU, local_processor(CPU))
-        self.loading_s = perf_counter() - began
+        self.stage, self.loading_s = started(folder, layers, bits, head_bits)
         admitted = tuple(
             Admission(slot, str(slot), 10**9, Sampling(ignore_eos=True), room=room)
             for slot, room in enumerate(TokenRange(s * longest, longest) for s in range(most))
@@ -146,10 +159,26 @@ def step_rows(model: Path, passes: int) -> Iterator[str]:
             yield table_row([bits, f"ms a step of {requests}", *times, *faster])
 
 
+def start_rows(model: Path, passes: int) -> Iterator[str]:
+    """Seconds of starts with all layers at `LAYER_BITS`, and with one of 16, which has no codes."""
+    for layers, bits in ((model_shape(str(model)).layers, LAYER_BITS), (1, FULL_BITS)):
+        started(model, layers, bits, FULL_BITS)  # compiles and imports
+        found: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for _ in range(passes):
+            for head_bits in reversed(HEAD_BITWIDTHS):
+                with TemporaryDirectory() as folder:
+                    for start in ("first", "second"):
+                        _, seconds = started(model, layers, bits, head_bits, CacheSettings(folder))
+                        found[start, head_bits].append(seconds)
+        for start in ("first", "second"):
+            times = [f"{median(found[start, each]):.2f}" for each in reversed(HEAD_BITWIDTHS)]
+            yield table_row([f"{layers} of {bits} bit", start, *times])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print Markdown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", default=["bytes", "divergence", "steps"])
+    parser.add_argument("--parts", nargs="+", default=["bytes", "divergence", "steps", "starts"])
     parser.add_argument("--tokens", type=int, default=8192, help="most of the held-out text")
     parser.add_argument("--passes", type=int, default=12)
     parser.add_argument("--text", type=Path, nargs="+", help="held-out text")
@@ -168,6 +197,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "steps": (
             "layers' bits | what | head 16 | head 8 | head 6 | 8 is faster | 6 is faster",
             step_rows(model, options.passes),
+        ),
+        "starts": (
+            "layers | start | s with head 16 | head 8 | head 6",
+            start_rows(model, options.passes),
         ),
     }
     for part in options.parts:

@@ -51,7 +51,7 @@ def end_load(
     inputs: InputStatistics | None,
 ) -> LayerLoad:
     """What is to be loaded of `end`, on the meta device, whose weight is stored below `name`;
-    `vocabulary` and `inputs` as of `actors.stage.ends`. CheckpointError if it is missing.
+    `vocabulary`: the rows that are held; `inputs` weigh its columns. CheckpointError if missing.
     """
     stored = checkpoint.find(f"{name}.weight", name.partition(".")[0])
     importance = None if inputs is None else LayerImportance({_LINEAR: inputs}, torch.zeros(0, 0))
