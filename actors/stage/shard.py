@@ -94,13 +94,17 @@ def load_shard(
         coded.load(model, checkpoint, cache)
         load_ends(model, spec, checkpoint, own_form, vocabulary)
     if spec.adapters:
-        beside = StageAdapters(spec.adapters, spec.slots, spec.deterministic)
-        beside.load(whole_shape, spec.layers, loads)
-        model.add_module(NAME, beside)
+        model.add_module(NAME, _adapters(spec, whole_shape, loads))
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
         model.set_output_embeddings(prepack(head, processor, shares_head(config, spec)))
     return model
+
+
+def _adapters(spec: StageSpec, shape: ModelShape, loads: Sequence[LayerLoad]) -> StageAdapters:
+    beside = StageAdapters(spec.adapters, spec.slots, spec.deterministic)
+    beside.load(shape, spec.layers, loads)
+    return beside
 
 
 def _divided(
