@@ -55,6 +55,7 @@ from quant.scheme import (
     FULL_BITS,
     HEAD_BITWIDTHS,
     KV_BITWIDTHS,
+    NEAR_FULL_BITS,
     PLAN_ROUNDINGS,
     ROUNDINGS,
     WEIGHTED,
@@ -89,7 +90,7 @@ FINITE_ABOVE_0 = Range(lambda value: value > 0, "it must be a finite number abov
 QUANTILES = Range(lambda share: 0 < share < 1, "it must be a share between 0 and 1, such as 0.99")
 BITS = Range(lambda bits: set(bits) <= set(BITWIDTHS), f"it must be among {list(BITWIDTHS)}")
 HEAD_BITS = Range(
-    lambda bits: bool(bits) and set(bits) <= set(HEAD_BITWIDTHS),
+    lambda bits: set(bits) <= set(HEAD_BITWIDTHS),
     f"it must be among {list(HEAD_BITWIDTHS)}",
 )
 DTYPES = Range((AUTO, *DTYPE_BYTES).__contains__, f"it must be auto or one of {list(DTYPE_BYTES)}")
@@ -226,8 +227,8 @@ class PlanOptions:
     head_bits: tuple[int, ...] = option(
         HEAD_BITWIDTHS,
         "bitwidths to choose from for embedding and LM head, by what they lose, as of layers "
-        f"(default: {FULL_BITS})",
-        (FULL_BITS,),
+        f"(default: {FULL_BITS}, or less where layers would have less than {NEAR_FULL_BITS})",
+        (),
         within=HEAD_BITS,
     )
     memory_margin: float = option(

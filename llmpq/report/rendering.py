@@ -87,7 +87,7 @@ def write_page(path: Path, text: str, what: str = "report") -> None:
 CLUSTER_FILE = "cluster.yaml"
 PROMPTS_FILE = "prompts.jsonl"
 _FLAGS = ("all_orders", "keep_all_devices", "strict_profiles", "no_measuring")
-_OWN_FORM = ("bits", "profile_use")
+_OWN_FORM = ("profile_use",)
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,9 @@ def _given(options: PlanOptions) -> Iterator[str]:
         if value == field.default or field.name in _OWN_FORM:
             continue
         yield f"--{field.name}"
-        if field.name not in _FLAGS:
+        if isinstance(value, tuple):
+            yield from map(str, value)
+        elif field.name not in _FLAGS:
             yield f"{value:g}" if isinstance(value, float) else str(value)
-    default = type(options)
-    if options.bits != default.bits:
-        yield from ("--bits", *map(str, options.bits))
-    if options.profile_use != default.profile_use:
+    if options.profile_use != type(options).profile_use:
         yield from ("--profile_use", options.profile_use)

@@ -52,7 +52,7 @@ from planner.search.request import (
 )
 from planner.workload import Job, Workload
 from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
-from quant.scheme import GPTQ
+from quant.scheme import GPTQ, HEAD_BITWIDTHS, NEAR_FULL_BITS
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,29 +123,38 @@ def _best_policy(
 
 def _best_head(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:
     """The best plan of those with the most of `head_bits` that fit, and with fewer where these help
-    (`_that_help`); both searches share the time.
+    (`_that_help`), where none are named only beside layers of less than 8 bit, if there is time for
+    as long a search; the searches share the time.
     """
     options = request.options
-    left = sorted(options.head_bits, reverse=True)
+    left = sorted(options.head_bits or HEAD_BITWIDTHS, reverse=True)
     end_s = clock() + options.search_time_limit
     found: list[_Searched] = []
     refused: list[InfeasibleError] = []
     while left:
         each, *left = left
-        limit_s = max(LEAST_SOLVE_S, (end_s - clock()) / (1 + bool(left)))
+        shared_by = 2 if left and options.head_bits else 1
+        limit_s = max(LEAST_SOLVE_S, (end_s - clock()) / shared_by)
         asked = request.with_options(head_bits=(each,), search_time_limit=limit_s)
         try:
             found.append(_search(asked, clock))
         except InfeasibleError as error:
             refused.append(error)
             continue
-        if len(found) == 1:
-            left = _that_help(found[0], request, left)
+        has_time = end_s - clock() > found[0].seconds
+        looks = options.head_bits or (has_time and _has_few_bits(found[0].chosen, options))
+        left = _that_help(found[0], request, left) if looks and len(found) == 1 else []
     if not found:
         raise _mildest(refused)
     best = found[0] if len(found) == 1 else _best_search(found, options)
     time_left = SearchTime(end_s - clock(), clock)
     return _with_others(best, source, time_left, clock, options.max_ppl_delta)
+
+
+def _has_few_bits(chosen: Chosen, asked: PlanOptions) -> bool:
+    """Whether a plan that was searched for has layers of less than 8 bit."""
+    bits = (chosen.costs.placing.bits[each] for each in chosen.solution.assignment.bitwidth)
+    return asked.method not in BASELINE_METHODS and min(bits) < NEAR_FULL_BITS
 
 
 def _that_help(searched: _Searched, request: PlanningRequest, narrower: Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from planner.cluster.spec import grown, kinds_of_devices
@@ -116,10 +117,10 @@ def _plans(request: PlanningRequest) -> bool:
 
 def _succeeds(request: PlanningRequest, attempt: Callable[[CostModel], bool]) -> bool:
     bits = KV_BITWIDTHS if request.options.kv_bits == AUTO else (request.options.kv_bits,)
-    for each in bits:
+    ends = request.options.head_bits or HEAD_BITWIDTHS  # the fewest fit most, the most lose least
+    for each, end in product(bits, ends):
         with suppress(InfeasibleError, SpecError):
-            fewest = min(request.options.head_bits)
-            costs, _ = costs_of(request.with_options(kv_bits=each, head_bits=(fewest,)))
+            costs, _ = costs_of(request.with_options(kv_bits=each, head_bits=(end,)))
             runs = baseline_fits if costs.options.method in BASELINE_METHODS else attempt
             if runs(costs):
                 return True
@@ -178,7 +179,7 @@ def _fewer_bits(request: PlanningRequest) -> Iterator[Remedy]:
 
 
 def _narrower_ends(request: PlanningRequest) -> Iterator[Remedy]:
-    fewest = min(request.options.head_bits)
+    fewest = min(request.options.head_bits or HEAD_BITWIDTHS)
     for bits in reversed([each for each in HEAD_BITWIDTHS if each < fewest]):
         changed = request.with_options(head_bits=(bits,))
         if _fits(changed):

@@ -39,7 +39,14 @@ from planner.profiles.sensitivity import (
 from planner.scheduling import BOUNDED, PREDICTING
 from planner.workload import Job, Workload, check_length
 from quant.common.errors import InfeasibleError, SpecError
-from quant.scheme import BITWIDTHS, FULL_BITS, GPTQ, KV_BITWIDTHS, NEAR_FULL_BITS
+from quant.scheme import (
+    BITWIDTHS,
+    FULL_BITS,
+    GPTQ,
+    HEAD_BITWIDTHS,
+    KV_BITWIDTHS,
+    NEAR_FULL_BITS,
+)
 
 _Found = TypeVar("_Found")
 
@@ -58,7 +65,7 @@ class PlanningRequest:
         """Have the shape hold the adapters that options name, and embedding and head the bits;
         where no bits are named, name all that are known.
         """
-        bits = max(self.options.head_bits)
+        bits = max(self.options.head_bits or HEAD_BITWIDTHS)
         if self.shape.head_bits != bits:
             object.__setattr__(self, "shape", self.shape.with_all(head_bits=bits))
         if not self.options.bits:
@@ -158,10 +165,12 @@ def with_fitting_cache(
 def with_fitting_ends(
     request: PlanningRequest, find: Callable[[PlanningRequest], _Found]
 ) -> _Found:
-    """As `with_fitting_cache`, and with the most of `head_bits` for which it succeeds."""
+    """As `with_fitting_cache`, and with the most of `head_bits`, of all where none are named, for
+    which it succeeds.
+    """
 
     def with_most(asked: PlanningRequest) -> _Found:
-        fewest, *more = asked.options.head_bits
+        fewest, *more = asked.options.head_bits or HEAD_BITWIDTHS
         for bits in reversed(more):
             with suppress(InfeasibleError):
                 return find(asked.with_options(head_bits=(bits,)))

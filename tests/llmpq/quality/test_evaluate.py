@@ -249,7 +249,8 @@ def test_kernels_of_another_type_are_represented(tmp_path: Path) -> None:
     cluster_file.write_text(
         "name: cpu\nnodes: [{name: a, accelerators: {CPU: 1}, threads: 1, memory_gib: 1}]\n"
     )
-    plan = plan_on(Cluster.from_yaml(cluster_file), tmp_path, bits=[4], dtype="bfloat16")
+    options = {"bits": [4], "head_bits": [16], "dtype": "bfloat16"}
+    plan = plan_on(Cluster.from_yaml(cluster_file), tmp_path, **options)
     assert plan.stages[0].backends == {4: "int4pack"}
     text = token_text()
     expected = by_transformers(model, token_windows([text], None, 24))

@@ -53,7 +53,7 @@ from tests.planner.latency_bound.settings import (
 LENGTHS = RequestLengths(
     LengthDistribution((100, 300), (0.5, 0.5)), LengthDistribution((1, 4, 6), (0.2, 0.5, 0.3))
 )
-OPTIONS = PlanOptions(bits=(4, 16), head="last", memory_margin=0.0, theta=0.0)
+OPTIONS = PlanOptions(bits=(4, 16), head_bits=(16,), head="last", memory_margin=0.0, theta=0.0)
 ONE = small_cluster([2.0], ["T4"])
 QUANTILE = 0.9
 """For which simulations of a tenth of the requests do, where it is not speed that is looked at."""

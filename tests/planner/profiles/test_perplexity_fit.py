@@ -129,6 +129,7 @@ def planned(
         "keep_all_devices": True,
         "prefill_micro_batch": 4,
         "memory_margin": 0.0,
+        "head_bits": (16,),
     }
     small = [replace(device, memory_bytes=int(gib * 2**30)) for device in cluster.devices]
     return find_plan(

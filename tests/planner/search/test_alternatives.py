@@ -37,7 +37,7 @@ def cluster(t4: int = 1, v100: int = 1, gib: float = 0.74) -> ClusterSpec:
 
 
 def planned(where: ClusterSpec, work: Job | Workload, **options: Any) -> PlanSpec:
-    options = {"bits": BITS, "search_time_limit": 600.0} | options
+    options = {"bits": BITS, "head_bits": (16,), "search_time_limit": 600.0} | options
     return find_plan(where, SHAPE, "opt-125m", work, PlanOptions(**options)).plan
 
 

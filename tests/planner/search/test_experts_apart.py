@@ -226,7 +226,8 @@ def asked(
     """Experts that no single device holds, of 54 GiB in 16 bit."""
     node = {"name": "a", "accelerators": {"T4": 1}, "usable_memory_gib": usable_gib}
     values = {"name": "one", "nodes": [{**node, "host_memory_gib": host_gib}]}
-    cluster, options = ClusterSpec.from_dict(values), PlanOptions(bits=(bits,), group=12)
+    cluster = ClusterSpec.from_dict(values)
+    options = PlanOptions(bits=(bits,), head_bits=(16,), group=12)
     return PlanningRequest.of(cluster, model_shape(name), WORKLOAD, options)
 
 

@@ -168,6 +168,7 @@ def small_request(seed: int) -> PlanningRequest:
     options = PlanOptions(
         theta=1.0,
         bits=((3, 4, 8, 16), (8, 16), (16,))[rng.integers(3)],
+        head_bits=(16,),
         method=method,
         group=int(rng.choice([1, 1, 4])),
         all_orders=bool(rng.random() < 0.3),

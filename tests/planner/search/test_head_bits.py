@@ -52,7 +52,7 @@ def planned(mib: float, devices: int = 1, **options: Any) -> PlanSpec:
 
 def needed_mib(**options: Any) -> float:
     """Least memory of the device, of which a share is the allocator's."""
-    (stage,) = planned(16000, **options).stages
+    (stage,) = planned(16000, **{"head_bits": (16,)} | options).stages
     slack = 0.02
     own = stage.memory_bytes - slack * 16000 * MIB
     return own / (1 - slack) / MIB + 1
@@ -80,8 +80,8 @@ def test_what_does_not_fit_names_the_option_that_helps() -> None:
     assert full - coded == pytest.approx(SHAPE.head_parameters / MIB, rel=0.02)
     between = (full + coded) / 2
     with pytest.raises(DoesNotFitError, match=r"LM head in 8 bit \(--head_bits 8\)"):
-        planned(between, bits=(4,))
-    found = planned(between, bits=(4,), head_bits=(8, 16))
+        planned(between, bits=(4,), head_bits=(16,))
+    found = planned(between, bits=(4,))
     assert found.head_bits == 8
     assert found.stages[0].memory_bytes <= between * MIB
 
@@ -93,11 +93,19 @@ def test_ends_are_weighed_with_layers() -> None:
     for share in (0.1, 0.9, 2.0):
         mib = low + share * (high - low)
         each = [planned(mib, head_bits=(bits,), theta=1e6) for bits in (6, 8, 16)]
-        found = planned(mib, head_bits=(16, 8, 6), theta=1e6)
-        assert found.solver.sensitivity == min(plan.solver.sensitivity for plan in each)
-        chosen.append(found.head_bits)
-    assert chosen == [6, 8, 16]
+        for named in ((16, 8, 6), ()):
+            found = planned(mib, head_bits=named, theta=1e6)
+            assert found.solver.sensitivity == min(plan.solver.sensitivity for plan in each)
+            chosen.append(found.head_bits)
+    assert chosen == [6, 6, 8, 8, 16, 16]
     assert planned(16000, head_bits=(8, 16), theta=1e6).solver.sensitivity == 0
+
+
+def test_ends_have_16_bit_where_layers_have_8_and_nobody_asks() -> None:
+    """Even where 8 bit would be faster, at no worth of quality."""
+    assert planned(16000, bits=(8, 16), theta=0.0).head_bits == 16
+    assert planned(16000, bits=(8, 16), head_bits=(6, 8, 16), theta=0.0).head_bits == 6
+    assert planned(16000, bits=(4, 16), theta=0.0).head_bits == 6
 
 
 def test_a_plan_counts_what_its_ends_lose_beside_its_layers() -> None:
