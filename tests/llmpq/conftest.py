@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,7 +186,9 @@ def no_metrics() -> Iterator[None]:
 @pytest.fixture(scope="package")
 def ray_address() -> Iterator[str]:
     """Address of a Ray node of two CPUs that serves all tests of this process in this folder."""
-    with no_metrics(), ray_cluster(num_cpus=2) as cluster:
+    with ExitStack() as stack:
+        with no_metrics():  # others that are started meanwhile gather theirs
+            cluster = stack.enter_context(ray_cluster(num_cpus=2))
         yield cluster.address
 
 
