@@ -8,9 +8,12 @@ code and that of all that they call, constants, and the versions of what compile
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib
+import itertools
 import os
+import secrets
 import stat
 import sys
 import time
@@ -26,6 +29,9 @@ LONGEST_S = 60.0
 
 _LOOK_S = 0.05
 
+_NAMING = 2
+"""Of the functions in what is kept; where it changes nothing older is taken."""
+
 _PACKAGES = ("quant", "actors")
 """Those whose classes write instructions for loops, and change from version to version."""
 
@@ -37,9 +43,31 @@ def keep_compiled(dispatcher: Any) -> Any:
     """Have numba take what it compiles of `dispatcher` from disk where it is there, and put it
     there; a loop whose folder cannot be used is compiled in each process.
     """
-    if hasattr(dispatcher, "targetoptions"):  # a plain function where NUMBA_DISABLE_JIT is set
+    is_compiled = hasattr(dispatcher, "targetoptions")  # not where NUMBA_DISABLE_JIT is set
+    if is_compiled and _names_are_unique():
         dispatcher._cache = _cache_of(dispatcher)
     return dispatcher
+
+
+@functools.cache
+def _names_are_unique() -> bool:
+    """Number numba's functions from a random number on in each process, and whether that is how
+    this numba names them.
+
+    It counts from 1, and two processes may give one name to different closures. Of weak functions
+    of one name the linker takes the first that a process loads, whatever the caller was made with:
+    results are wrong, or memory is written that is not the loop's.
+    """
+    identity: Any = importlib.import_module("numba.core.bytecode").FunctionIdentity
+    if not hasattr(identity, "_unique_ids"):
+        return False
+
+    def count() -> None:
+        identity._unique_ids = itertools.count(secrets.randbits(62))
+
+    count()
+    os.register_at_fork(after_in_child=count)
+    return True
 
 
 def loops_folder() -> Path:
@@ -143,7 +171,7 @@ def _compilers() -> tuple[object, ...]:
     import numba
     import numpy
 
-    return sys.version, numba.__version__, llvmlite.__version__, numpy.__version__
+    return _NAMING, sys.version, numba.__version__, llvmlite.__version__, numpy.__version__
 
 
 def described(what: Any, seen: tuple[int, ...] = ()) -> object:

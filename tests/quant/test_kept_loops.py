@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,50 @@ def test_another_process_calls_a_kept_loop_that_names_instructions(folder: Path)
         command = [sys.executable, "-c", NAMES_INSTRUCTIONS, str(more)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (0, f"{1 + more}\n"), done.stderr
+
+
+CALLS_A_CLOSURE = """
+import os, sys
+from quant.numba_loops import compiled_loop
+
+def loop(factor):
+    def scale(number):
+        total = 0.0
+        for i in range(factor):
+            for _ in range(int(number)):
+                total += 1 / (1 + i * 0)
+            try:  # which is not written out within the caller
+                if total < 0: raise ValueError
+            except Exception:
+                total = 0.0
+        return total
+
+    inner = compiled_loop(scale, parallel=False)
+    return compiled_loop(lambda number: inner(number) + 1, parallel=False)
+
+how, *factors = sys.argv[1], *map(int, sys.argv[2:])
+if how == "forked":
+    for factor in factors:
+        child = os.fork()
+        if not child:
+            loop(factor)(2.0)
+            os._exit(0)
+        os.waitpid(child, 0)
+found = [loop(factor) for factor in factors]
+print([each(2.0) for each in found], sum(sum(each.stats.cache_hits.values()) for each in found))
+"""
+
+
+@pytest.mark.parametrize("makers", ["alone 3, alone 5", "forked 3 5"])
+def test_closures_that_other_processes_compiled_are_not_taken_for_one_another(
+    folder: Path, makers: str
+) -> None:
+    # options are part of functions' names, in the order of a set
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    for arguments in [*makers.split(", "), "alone 3 5"]:
+        command = [sys.executable, "-c", CALLS_A_CLOSURE, *arguments.split()]
+        told = subprocess.check_output(command, cwd=ROOT, text=True, env=environment)
+    assert told == "[7.0, 11.0] 2\n"
 
 
 def test_nothing_is_taken_where_others_may_write_or_files_are_damaged(folder: Path) -> None:
