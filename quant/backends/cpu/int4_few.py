@@ -67,6 +67,13 @@ def at_once() -> tuple[int, ...]:
     return (*AT_ONCE, _AT_ONCE_WIDE) if has_wide_vectors() else AT_ONCE
 
 
+def warm_up(bits: int, columns: int, packed: torch.Tensor, scales: torch.Tensor) -> None:
+    """Compile the loops, which multiply with a block of `packed` and `scales` for this."""
+    block, own = packed[:BLOCK_ROWS], scales[:, :BLOCK_ROWS].contiguous()
+    for tokens in at_once():
+        multiply(bits, torch.zeros(tokens, columns, dtype=torch.bfloat16), block, own)
+
+
 @functools.cache
 def multiplies_pairs() -> bool:
     """Whether this CPU adds products of two pairs of bfloat16 numbers to a sum at once, and numba

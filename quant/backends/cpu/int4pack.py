@@ -160,6 +160,8 @@ class _Blocks(CanonicalPacked):
 
     def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
         warm_up(in_features, len(self.packed))
+        if self._is_compiled(torch.empty(1, in_features, dtype=dtype)):
+            int4_few.warm_up(self.bits, in_features, self.packed, self.scales)
 
 
 class Int4Pack(_Blocks):
