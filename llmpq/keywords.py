@@ -30,6 +30,7 @@ class PlanKeywords(TypedDict, total=False):
     quality: Quality | None
     in_flight: int | str
     bits: Iterable[int]
+    format: str | None
     dtype: str
     objective: Objective
     method: str

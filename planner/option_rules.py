@@ -29,6 +29,10 @@ def one_of(values: Sequence[object]) -> Range:
     return Range(values.__contains__, f"it must be one of {', '.join(map(str, values))}")
 
 
+def among(values: Sequence[object]) -> Range:
+    return Range(lambda chosen: {*chosen} <= {*values}, f"it must be among {list(values)}")
+
+
 ANY = Range(lambda value: True, "")
 """The range of what others check."""
 

@@ -27,6 +27,7 @@ from planner.option_rules import (
     AT_LEAST_1,
     SHARE_BELOW_1,
     Range,
+    among,
     flag,
     option,
     refuse_ignored,
@@ -48,6 +49,7 @@ from planner.scheduling import (
     ScheduleKind,
     policy_options,
 )
+from quant.checkpoint.formats.readers import FORMATS
 from quant.common.errors import SpecError
 from quant.scheme import (
     BITWIDTHS,
@@ -88,11 +90,6 @@ have what is left."""
 FINITE_0 = Range(lambda value: value >= 0, "it must be a finite number of at least 0")
 FINITE_ABOVE_0 = Range(lambda value: value > 0, "it must be a finite number above 0")
 QUANTILES = Range(lambda share: 0 < share < 1, "it must be a share between 0 and 1, such as 0.99")
-BITS = Range(lambda bits: set(bits) <= set(BITWIDTHS), f"it must be among {list(BITWIDTHS)}")
-HEAD_BITS = Range(
-    lambda bits: set(bits) <= set(HEAD_BITWIDTHS),
-    f"it must be among {list(HEAD_BITWIDTHS)}",
-)
 DTYPES = Range((AUTO, *DTYPE_BYTES).__contains__, f"it must be auto or one of {list(DTYPE_BYTES)}")
 AUTO_OR_COUNT = Range(
     lambda value: value == AUTO or (isinstance(value, int) and value >= 1),
@@ -111,6 +108,7 @@ class PlanOptions:
       (`planner.search.qualities`).
     - `bits`: none is all that are known: those whose times `profiles` have of every device that
       they have any of, and those that layers are stored with; without profiles every bitwidth.
+      `format` leaves out what it lacks, and `vllm` has embedding and LM head in 16 bit.
     - `max_omega`, `max_latency_s` (of the prediction, whatever the objective) or `max_ppl_delta`:
       the other side is minimised within that bound. A rise of perplexity becomes a `max_omega`
       by the points measured in the omega file.
@@ -142,7 +140,11 @@ class PlanOptions:
         BITWIDTHS,
         f"bitwidths to choose from (default: all that are known: {' '.join(map(str, BITWIDTHS))})",
         (),
-        within=BITS,
+        within=among(BITWIDTHS),
+    )
+    format: str | None = option(
+        FORMATS,
+        "plan with the bits of this format of llmpq quantize, or of llmpq export vllm",
     )
     dtype: str = option((AUTO, *DTYPE_BYTES), "type to compute in", AUTO, within=DTYPES)
     objective: Objective = option(
@@ -229,7 +231,7 @@ class PlanOptions:
         "bitwidths to choose from for embedding and LM head, by what they lose, as of layers "
         f"(default: {FULL_BITS}, or less where layers would have less than {NEAR_FULL_BITS})",
         (),
-        within=HEAD_BITS,
+        within=among(HEAD_BITWIDTHS),
     )
     memory_margin: float = option(
         "SHARE", "share of each GPU's memory that is left free", MEMORY_MARGIN, within=SHARE_BELOW_1

@@ -36,7 +36,7 @@ _GROUPS = {
     "latency of each request": "max_request_latency_s quantile schedule prompt_lengths "
     "output_lengths",
     "output": "output report trace pareto compare json",
-    "bits and types": "bits head_bits kv_bits dtype rounding omega_file importance",
+    "bits and types": "bits format head_bits kv_bits dtype rounding omega_file importance",
     "measured times": "profiles strict_profiles no_measuring "
     "profile_use|fit|use_profiler_prediction",
     "schedule": "policy predictor max_batch_size prefill_chunk_tokens prefill_micro_batch "

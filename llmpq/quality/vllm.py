@@ -1,7 +1,5 @@
-"""A plan in vLLM's terms: the format of its weights, the script that starts it, and what cannot be.
-
-Kernels are those of vLLM 0.32 by its source (`vllm/model_executor/kernels/linear`), and for older
-devices `gptq_gemm`, which earlier releases and forks for such devices have.
+"""A plan in vLLM's terms: the format of its weights, the script that starts it, and what cannot
+be.
 """
 
 from __future__ import annotations
@@ -13,22 +11,13 @@ from itertools import groupby
 from typing import Any
 
 from planner.plan.spec import PlanSpec, StagePlan
+from quant.checkpoint.formats.readers import VLLM, VLLM_KERNELS, is_old, vllm_kernel
 from quant.checkpoint.stored_config import COMPRESSED, GPTQ_METHOD
 from quant.common.errors import SpecError
 from quant.common.text import printable
 from quant.scheme import FULL_BITS, NEAR_FULL_BITS
 
 SCRIPT = "serve.sh"
-
-_LEAST_CAPABILITY = (7, 5)
-"""Marlin and the schemes of AWQ and compressed-tensors need it."""
-
-_KERNELS = {
-    "Marlin": (4, 8),
-    "gptq_gemm": (3, 4, 8),
-    "the CPU": (4,),
-}
-"""The bits, beside 16, of symmetric codes in groups."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,7 @@ class VllmPlan:
             yield (
                 f"{', '.join(old)}: below compute capability 7.5, where vLLM 0.32 has no kernels "
                 "for quantized weights; serve it with an older release or a fork for such devices "
-                f"that has gptq_gemm ({_listed(_KERNELS['gptq_gemm'])} bit, float16)"
+                f"that has gptq_gemm ({_listed(VLLM_KERNELS['gptq_gemm'])} bit, float16)"
             )
         if self.plan.head_on_first and len(self.plan.stages) > 1:
             yield "the plan has the LM head on the first stage, vLLM computes it on the last"
@@ -142,9 +131,8 @@ class VllmPlan:
 
     @property
     def _kernel(self) -> str:
-        if self.plan.stages[0].kind.is_cpu:
-            return "the CPU"
-        return "gptq_gemm" if any(map(_is_old, self.plan.stages)) else "Marlin"
+        oldest = next(filter(_is_old, self.plan.stages), self.plan.stages[0])
+        return vllm_kernel(oldest.kind.processor)
 
     @property
     def _dtype(self) -> str:
@@ -178,12 +166,12 @@ class VllmPlan:
         builds = {_build(stage) for stage in stages}
         if len(builds) > 1:
             yield f"its stages need builds of vLLM for {_listed(sorted(builds))}; plan for one kind"
-        known = (*_KERNELS[self._kernel], FULL_BITS)
+        known = (*VLLM_KERNELS[self._kernel], FULL_BITS)
         for bits in sorted(self._bits.difference(known)):
             kernel = "kernel for CPUs" if self._kernel == "the CPU" else f"kernel {self._kernel}"
             yield (
                 f"it has layers of {bits} bits, and vLLM's {kernel} takes {_listed(known)}; plan "
-                f"with --bits {' '.join(map(str, known))}"
+                f"with --format {VLLM}"
             )
         yield from self._problems_of_stored()
         ranks = self._ranks_of_nodes()
@@ -266,8 +254,7 @@ def _number(device: str) -> str:
 
 
 def _is_old(stage: StagePlan) -> bool:
-    capability = stage.kind.compute_capability
-    return capability is not None and capability < _LEAST_CAPABILITY
+    return is_old(stage.kind.processor)
 
 
 def _build(stage: StagePlan) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmpq.report.answers import (
@@ -34,6 +34,8 @@ from planner.options import PLAN_TIME
 from planner.plan.parts import LatencyForecast
 from planner.plan.spec import Baseline, PlanSpec, StagePlan, all_stages
 from planner.scheduling import TOKEN_POLICIES
+from planner.search.request import bits_of_format
+from quant.scheme import BITWIDTHS
 
 MOST_RUNS = 6  # of equal bits that are told in the order of the layers
 
@@ -73,7 +75,12 @@ def facts_of(plan: PlanSpec) -> PlanFacts:
         rests_on=[_times(plan), f"Quality: {quality.word} ({quality.basis}).", _search(plan)],
         warnings=_warnings(plan),
         answers=job_answers(plan),
-        remarks=[*job_remarks(plan), *expert_remarks(plan), *weight_remarks(plan)],
+        remarks=[
+            *job_remarks(plan),
+            *expert_remarks(plan),
+            *weight_remarks(plan),
+            *_format_remarks(plan),
+        ],
         quality=quality,
         predicted=predicted(plan),
         searched=searched(plan),
@@ -226,6 +233,16 @@ def _bounded_tiles(
         ("quality", quality.word),
         *kind,
     ]
+
+
+def _format_remarks(plan: PlanSpec) -> Iterator[str]:
+    """Yield which bits were left out for the format that the plan is to be written in."""
+    origin = plan.origin
+    if origin is None or origin.options.format is None or origin.options.bits:
+        return
+    held = bits_of_format(origin.cluster_spec(), origin.options.format)
+    lacking = [str(bits) for bits in BITWIDTHS if bits not in held]
+    yield f"without {listed(lacking)} bit, which format {origin.options.format} does not hold here"
 
 
 def _times(plan: PlanSpec) -> str:

@@ -51,7 +51,7 @@ from planner.search.candidate_search import SearchTime
 from planner.search.remedies import naming_remedies
 from planner.search.request import (
     PlanningRequest,
-    check_rounding,
+    calibrated,
     costs_of,
     files_of_costs,
     has_free_experts,
@@ -156,7 +156,7 @@ def find_bounded_plan(
     `BoundNotMetError` with the least feasible bound, `InfeasibleError` where nothing fits.
     """
     options = bounded_options(options)
-    check_rounding(shape, options)
+    shape = calibrated(shape, options)
     search_time = search_time_of(options, clock)
     while True:
         planned = PlanningRequest.of(cluster, shape, job_of(request), options)

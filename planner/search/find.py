@@ -44,7 +44,7 @@ from planner.search.qualities import (
 from planner.search.remedies import naming_remedies
 from planner.search.request import (
     PlanningRequest,
-    check_rounding,
+    calibrated,
     costs_of,
     files_of_costs,
     with_fitting_cache,
@@ -52,7 +52,7 @@ from planner.search.request import (
 )
 from planner.workload import Job, Workload
 from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
-from quant.scheme import GPTQ, HEAD_BITWIDTHS, NEAR_FULL_BITS
+from quant.scheme import HEAD_BITWIDTHS, NEAR_FULL_BITS
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +78,7 @@ def find_plan(
             return find_plan(cluster, shape, source, workload, each, clock)
 
         return _best_policy(options, find, clock)
-    check_rounding(shape, options)
-    if options.rounding == GPTQ and shape.stored is not None:
-        shape = shape.plain  # of a GGUF file, whose codes are decoded to be calibrated
+    shape = calibrated(shape, options)
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request):
         found = with_fitting_cache(request, lambda each: _best_head(each, source, clock))

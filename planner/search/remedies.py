@@ -20,10 +20,17 @@ from planner.search.baselines import baseline_fits
 from planner.search.candidates import Candidates
 from planner.search.fitting import first_sets
 from planner.search.pareto import within_bounds
-from planner.search.request import PlanningRequest, costs_of, has_free_experts, omega_of
+from planner.search.request import (
+    PlanningRequest,
+    bits_of_format,
+    costs_of,
+    has_free_experts,
+    omega_of,
+)
+from quant.checkpoint.formats.readers import VLLM
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 from quant.common.units import GIB
-from quant.scheme import BITWIDTHS, HEAD_BITWIDTHS, KV_BITWIDTHS
+from quant.scheme import HEAD_BITWIDTHS, KV_BITWIDTHS
 
 MOST_MORE_DEVICES = 32
 DIGITS = 4  # of a bound that is named
@@ -170,7 +177,8 @@ def _smaller_batch(request: PlanningRequest) -> Iterator[Remedy]:
 
 def _fewer_bits(request: PlanningRequest) -> Iterator[Remedy]:
     present = request.options.bits
-    for bits in reversed([each for each in BITWIDTHS if each < min(present)]):
+    known = bits_of_format(request.cluster, request.options.format)
+    for bits in reversed([each for each in known if each < min(present)]):
         changed = request.with_options(bits=(bits, *present))
         if _fits(changed):
             listed = " ".join(map(str, changed.options.bits))
@@ -180,6 +188,8 @@ def _fewer_bits(request: PlanningRequest) -> Iterator[Remedy]:
 
 def _narrower_ends(request: PlanningRequest) -> Iterator[Remedy]:
     fewest = min(request.options.head_bits or HEAD_BITWIDTHS)
+    if request.options.format == VLLM:
+        return
     for bits in reversed([each for each in HEAD_BITWIDTHS if each < fewest]):
         changed = request.with_options(head_bits=(bits,))
         if _fits(changed):

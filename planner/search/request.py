@@ -38,9 +38,10 @@ from planner.profiles.sensitivity import (
 )
 from planner.scheduling import BOUNDED, PREDICTING
 from planner.workload import Job, Workload, check_length
+from quant.checkpoint.formats.readers import VLLM, held_bits
+from quant.checkpoint.formats.writing import METHODS
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import (
-    BITWIDTHS,
     FULL_BITS,
     GPTQ,
     HEAD_BITWIDTHS,
@@ -63,14 +64,15 @@ class PlanningRequest:
 
     def __post_init__(self) -> None:
         """Have the shape hold the adapters that options name, and embedding and head the bits;
-        where no bits are named, name all that are known.
+        where no bits are named, name all that are known. SpecError for some that the format lacks.
         """
-        bits = max(self.options.head_bits or HEAD_BITWIDTHS)
+        options = _of_format(self.cluster, self.options)
+        if not options.bits:
+            options = replace(options, bits=_known_bits(self.cluster, self.shape, options))
+        object.__setattr__(self, "options", options)
+        bits = max(options.head_bits or HEAD_BITWIDTHS)
         if self.shape.head_bits != bits:
             object.__setattr__(self, "shape", self.shape.with_all(head_bits=bits))
-        if not self.options.bits:
-            known = _known_bits(self.cluster, self.shape, self.options)
-            object.__setattr__(self, "options", replace(self.options, bits=known))
         if self.options.adapters:
             ranks = ranks_of(adapter_folders(self.options.adapters), self.shape)
             object.__setattr__(self, "shape", with_adapters(self.shape, ranks))
@@ -141,12 +143,19 @@ def _least_in_flight(job: Job, options: PlanOptions) -> int:
     return max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
 
 
-def check_rounding(shape: ModelShape, options: PlanOptions) -> None:
-    if not shape.is_original and options.rounding == GPTQ:
+def calibrated(shape: ModelShape, options: PlanOptions) -> ModelShape:
+    """The shape as of 16 bit where weights are to be calibrated, of a GGUF file once its codes are
+    decoded; SpecError for other quantized weights.
+    """
+    if options.rounding != GPTQ and options.format not in METHODS:
+        return shape
+    if not shape.is_original:
+        option = f"format {options.format}" if options.format in METHODS else f"rounding {GPTQ}"
         raise SpecError(
-            f"rounding {GPTQ} is calibrated on weights that are not quantized, as {shape.name} is "
-            "already; choose another rounding, or plan for the original 16-bit checkpoint"
+            f"{option} is calibrated on weights that are not quantized, as {shape.name} is "
+            "already; choose another one, or plan for the original 16-bit checkpoint"
         )
+    return shape.plain if shape.stored is not None else shape
 
 
 def with_fitting_cache(
@@ -189,7 +198,7 @@ def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
         bound = perplexity_bound(omega).omega_within(options.max_ppl_delta)
         options = replace(options, max_ppl_delta=None, max_omega=bound)
     costs = cost_model(request.cluster, shape, request.workload, options, omega.matrix)
-    apart = has_free_experts(shape) and options.policy != BOUNDED
+    apart = has_free_experts(shape) and options.policy != BOUNDED and options.format != VLLM
     hosting = apart and any(map(can_host, request.cluster.devices))
     costs = replace(costs, expert_sensitivity=omega.experts, experts_apart=apart, hosting=hosting)
     return replace(costs, job=request.job), omega
@@ -247,14 +256,34 @@ def _typed_devices(cluster: ClusterSpec, options: PlanOptions) -> list[tuple[Dev
 
 def _known_bits(cluster: ClusterSpec, shape: ModelShape, options: PlanOptions) -> tuple[int, ...]:
     """The bitwidths that a plan chooses from where none are named (`PlanOptions.bits`)."""
+    held = bits_of_format(cluster, options.format)
     if options.profiles is None:
-        return BITWIDTHS
+        return held
     rows = read_profiles(options.profiles, own=cluster.own_accelerators)
-    known, typed = set(BITWIDTHS), _typed_devices(cluster, options)
+    known, typed = set(held), _typed_devices(cluster, options)
     for kind, (device, dtype) in product(shape.kind_shapes, typed):
         known &= measured_bits(rows, device, dtype, LayerTerms.of(kind)) or known
     stored = {each.stored.bits for each in shape.kind_shapes if each.stored}
-    return tuple(sorted(known | stored)) if known else BITWIDTHS
+    return tuple(sorted(known | stored.intersection(held))) if known else held
+
+
+def bits_of_format(cluster: ClusterSpec, format: str | None) -> tuple[int, ...]:
+    return held_bits(format, [each.accelerator.processor for each in cluster.devices])
+
+
+def _of_format(cluster: ClusterSpec, options: PlanOptions) -> PlanOptions:
+    """The options, of vLLM with embedding and head as it has them; SpecError for named bits that
+    the format lacks.
+    """
+    held = bits_of_format(cluster, options.format)
+    lacking = sorted({*options.bits}.difference(held))
+    if lacking:
+        raise SpecError(
+            f"bits has {' and '.join(map(str, lacking))}, and format {options.format} holds "
+            f"{' and '.join(map(str, held))} here; leave bits out for these"
+        )
+    keeps_ends = options.format == VLLM and not options.head_bits
+    return replace(options, head_bits=(FULL_BITS,)) if keeps_ends else options
 
 
 def omega_of(shape: ModelShape, options: PlanOptions) -> Omega:

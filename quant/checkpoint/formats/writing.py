@@ -119,8 +119,7 @@ def check_bits(method: str, bitwidths: Collection[int], narrow: bool = False) ->
             remedy = "load the model as it is: plans of --rounding gptq and weighted have all bits"
         raise SpecError(
             f"{method} holds {' and '.join(map(str, known))} bit, and layers are to have "
-            f"{' and '.join(map(str, other))}; plan with --bits {' '.join(map(str, known))}, or "
-            f"{remedy}"
+            f"{' and '.join(map(str, other))}; plan with --format {method}, or {remedy}"
         )
 
 

@@ -125,7 +125,7 @@ def test_what_vllm_cannot_do(tmp_path: Path) -> None:
     wrong: dict[str, tuple[tuple[Any, ...], Any]] = {
         r"experts of layers 0 lie in the host's memory .*host_memory_gib": ((hosted, last), None),
         r"layer \d has 4 bits and its experts 8": ((first, other), None),
-        r"layers of 3 bits, .*Marlin takes 4, 8 and 16; plan with --bits 4 8 16": (
+        r"layers of 3 bits, .*Marlin takes 4, 8 and 16; plan with --format vllm": (
             (first, narrow),
             None,
         ),
