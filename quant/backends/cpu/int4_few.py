@@ -30,7 +30,7 @@ from quant.backends.cpu.int4_vectors import (
     run_added,
 )
 from quant.backends.cpu.upper_bits import BLOCK_ROWS, HALF_ROWS, UPPER_BYTES
-from quant.devices import emulates, local_processor
+from quant.devices import local_processor
 from quant.numba_loops import compiled_loop, prefetching, torch_threads
 from quant.scheme import NARROW_GROUP, ScaleForm
 
@@ -53,8 +53,6 @@ EPYC (Zen 5), with products of pairs, 6.3 ms in both ways for 64 tokens."""
 def takes(bits: int, columns: int, tokens: int) -> bool:
     if not fits(bits, columns):
         return False
-    if emulates(torch.bfloat16, torch.device("cpu")):
-        return True  # products with decoded rows take far longer
     return tokens <= (_MOST_OF_PAIRS if multiplies_pairs() else _MOST_TOKENS)
 
 

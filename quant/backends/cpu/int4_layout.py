@@ -27,9 +27,9 @@ from quant.backends.cpu.upper_bits import (
     steps_of_pairs,
     steps_of_super_blocks,
 )
-from quant.devices import ranges, row_blocks
+from quant.devices import prefers_float32, ranges, row_blocks
 from quant.narrow import MIDDLE_ZERO, zero_steps
-from quant.numba_loops import compiled_loop, has_numba, torch_threads
+from quant.numba_loops import as_array, compiled_loop, has_numba, torch_threads
 from quant.scheme import NARROW_GROUP, ScaleForm
 
 _BITS, _MIDDLE = 4, 8
@@ -230,12 +230,15 @@ def multiply_many(
     group: int,
     bits: int = _BITS,
 ) -> torch.Tensor:
-    """Multiply as `multiply_few` with codes and scales of blocks; rows beyond the last whole block,
-    of another layout, go to the kernel. More than 4 bits are for the compiled loop alone.
+    """Multiply as `multiply_few` with codes and scales of blocks, in float32 where that is sooner
+    done; rows beyond the last whole block, of another layout, go to the kernel. More than 4 bits
+    are for the compiled loop alone.
     """
     columns = x.shape[1]
     step = min(product_rows(columns), whole_blocks(rows))
-    memory = torch.empty(step * columns, dtype=torch.bfloat16)
+    is_wide = prefers_float32(x.dtype, x.device, len(x))
+    factors = x.float() if is_wide else x
+    memory = factors.new_empty(step * columns)
     out = x.new_empty(x.shape[0], rows)
     decoder = None if is_compiled(rows * columns) else _Decoder(columns, group)
     for block in stretches(rows, step):
@@ -244,25 +247,27 @@ def multiply_many(
         if size % BLOCK_ROWS:
             out[:, block] = multiply_few(x, blob, own, group)
         elif decoder is None:
-            out[:, block] = torch.mm(x, _turned(weight.view(columns, size), blob, own, group, bits))
+            out[:, block] = torch.mm(
+                factors, _turned(weight.view(columns, size), blob, own, group, bits)
+            )
         else:
             weight = weight.view(size, columns)
             decoder.fill(weight, blob, own)
-            out[:, block] = functional.linear(x, weight)
+            out[:, block] = functional.linear(factors, weight)
     return out
 
 
 def _turned(
     weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor, group: int, bits: int
 ) -> torch.Tensor:
-    """Decode to `weight` `[in, rows]`, the same bits as `_Decoder`'s."""
+    """Decode to `weight` `[in, rows]`, float32 or bfloat16, the same bits as `_Decoder`'s."""
     form = form_of(scale_zero)
     kinds = (torch.int32, np.uint32) if form is ScaleForm.PAIRS else (torch.int16, np.uint16)
     words = scale_zero.view(kinds[0]).squeeze(-1).numpy().view(kinds[1])
     codes = blob.view(-1, HALF_ROWS).numpy()
     with torch_threads():
         loop = _decoding(torch.get_num_threads() > 1, bits, form)
-        loop(codes, words, group, weight.view(torch.uint16).numpy())
+        loop(codes, words, group, as_array(weight))
     return weight
 
 

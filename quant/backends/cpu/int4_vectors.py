@@ -88,7 +88,7 @@ def run_added(bits: int, tokens: int, pairs: bool, carried: bool, form: ScaleFor
 def columns_decoded(bits: int) -> Any:
     """Compile the decoding of `DECODED` columns of 4 to 6 bit, whose codes lie from `row` of
     `codes` on and upper bits from `behind` on, under steps and zeros float32 `[64]` of their rows,
-    to bfloat16 in `weight` `[in, rows]` from `column` and `top` on; rounded as torch does.
+    to `weight` `[in, rows]` from `column` and `top` on: float32, or bfloat16 rounded as torch does.
     """
     from numba.core import cgutils, types
     from numba.extending import intrinsic
@@ -179,9 +179,10 @@ class Vectors:
                 words = [builder.or_(*both) for both in zip(words, upper, strict=True)]
             for rows, codes, (step, zero) in zip(_ROWS_OF_WORDS, words, affine, strict=True):
                 own = builder.add(column, self._long(at)), builder.add(top, self._long(rows))
-                out = self._pointer(self._vector(self._short, _LANES), 3, *own)
                 value = builder.fadd(builder.fmul(self._factor(codes), step), zero)
-                builder.store(self._rounded(value), out, align=2)
+                if self._kinds[3].dtype.bitwidth < 32:
+                    value = self._rounded(value)
+                builder.store(value, self._pointer(value.type, 3, *own), align=2)
 
     def _rounded(self, values: Any) -> Any:
         """The bits of the nearest numbers of bfloat16, of a tie the even ones."""

@@ -44,7 +44,7 @@ from quant.backends.cpu.upper_bits import (
     unpack_rows,
 )
 from quant.common.errors import SpecError
-from quant.devices import emulates, ranges, row_blocks
+from quant.devices import ranges, row_blocks
 from quant.rounding.canonical import CanonicalWeight, decode
 from quant.scheme import NARROW_GROUP, ScaleForm
 
@@ -108,7 +108,7 @@ class _Blocks(CanonicalPacked):
             out = int4_few.multiply(self.bits, tokens, self.packed, self.scales)
         elif self._has_super_blocks:
             out = self._multiply_blocks(tokens)
-        elif is_many(tokens, len(self.packed)):
+        elif is_many(tokens, len(self.packed)) or self._has_other_blocks(tokens.shape[1]):
             out = self._multiply_many(tokens)
         else:
             out = self._multiply_few(tokens)
@@ -117,9 +117,7 @@ class _Blocks(CanonicalPacked):
     def _is_compiled(self, x: torch.Tensor) -> bool:
         is_taken = form_of(self.scales) is not ScaleForm.PAIRS and self._is_known
         worth_it = is_taken and is_compiled(x.shape[1] * len(self.packed))
-        return worth_it and (
-            int4_few.takes(self.bits, x.shape[1], len(x)) or self._has_other_blocks(x.shape[1])
-        )
+        return worth_it and int4_few.takes(self.bits, x.shape[1], len(x))
 
     def _has_other_blocks(self, columns: int) -> bool:
         return self._is_left_to_loops(form_of(self.scales), len(self.packed), columns)
@@ -140,7 +138,7 @@ class _Blocks(CanonicalPacked):
 
     def _multiply_blocks(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = len(self.packed), x.shape[1]
-        if is_compiled(rows * columns) and not emulates(x.dtype, x.device):
+        if is_compiled(rows * columns):
             return multiply_many(x, rows, self._parts_of_block, self.group, self.bits)
         out = x.new_empty(len(x), rows)
         for block in row_blocks(rows, columns, x.device, multiple=BLOCK_ROWS):
