@@ -27,7 +27,7 @@ from quant.backends.cpu.upper_bits import (
     steps_of_pairs,
     steps_of_super_blocks,
 )
-from quant.devices import prefers_float32, ranges, row_blocks
+from quant.devices import WIDE_ROWS, prefers_float32, ranges, row_blocks
 from quant.narrow import MIDDLE_ZERO, zero_steps
 from quant.numba_loops import as_array, compiled_loop, has_numba, torch_threads
 from quant.scheme import NARROW_GROUP, ScaleForm
@@ -53,6 +53,8 @@ kernel's own packing, which goes over codes of 32 bits."""
 _SEGMENT_COLUMNS = 8192
 """Columns decoded at once: a block of 64 rows is then 2 MB of float32. A quarter of that would fit
 into a core's L2 cache, but products take 5 % longer for the calls."""
+
+_DECODED_TO = (torch.bfloat16, torch.float32)
 
 _SCALE_WORDS = 1 << 20
 """Scales restored at once for few tokens, 4 MB: of an eighth, the calls take a tenth longer."""
@@ -236,8 +238,7 @@ def multiply_many(
     """
     columns = x.shape[1]
     step = min(product_rows(columns), whole_blocks(rows))
-    is_wide = prefers_float32(x.dtype, x.device, len(x))
-    factors = x.float() if is_wide else x
+    factors = x.to(_DECODED_TO[prefers_float32(x.dtype, x.device, len(x))])
     memory = factors.new_empty(step * columns)
     out = x.new_empty(x.shape[0], rows)
     decoder = None if is_compiled(rows * columns) else _Decoder(columns, group)
@@ -295,13 +296,15 @@ def _decoding(parallel: bool, bits: int, form: ScaleForm) -> Any:
     return compiled_loop(decode, parallel, exact=True)
 
 
-def warm_up(columns: int, rows: int) -> None:
-    if is_compiled(rows * columns) and layout_is_known():
-        weight = torch.empty(32, BLOCK_ROWS, dtype=torch.bfloat16)
-        scale_zero = torch.zeros(1, BLOCK_ROWS, 2, dtype=torch.bfloat16)
-        _turned(weight, torch.zeros(BLOCK_ROWS, 16, dtype=torch.uint8), scale_zero, 32, _BITS)
-        narrow = torch.ones(1 + columns // NARROW_GROUP, rows, 2, dtype=torch.uint8)
-        kernel_scales(narrow, slice(None))
+def warm_up(columns: int, scales: torch.Tensor, group: int, bits: int) -> None:
+    """Compile the loops for many tokens and a weight that has `scales` of so many bits."""
+    if not is_compiled(scales.shape[1] * columns):
+        return
+    blob = torch.zeros(BLOCK_ROWS, columns * bits // 8, dtype=torch.uint8)
+    own, cpu = kernel_scales(scales, slice(0, BLOCK_ROWS), bits=bits), torch.device("cpu")
+    for is_wide in {prefers_float32(torch.bfloat16, cpu, each) for each in (1, WIDE_ROWS)}:
+        memory = torch.empty(columns, BLOCK_ROWS, dtype=_DECODED_TO[is_wide])
+        _turned(memory, blob, own, group, bits)
 
 
 def stretches(rows: int, step: int) -> Iterator[slice]:

@@ -157,7 +157,8 @@ class _Blocks(CanonicalPacked):
         return decode_held(codes, scales.transpose(0, 1), self.bits).to(x.dtype)
 
     def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
-        warm_up(in_features, len(self.packed))
+        if self._is_known:
+            warm_up(in_features, self.scales, self.group, max(self.bits, Int4Pack.bits))
         if self._is_compiled(torch.empty(1, in_features, dtype=dtype)):
             int4_few.warm_up(self.bits, in_features, self.packed, self.scales)
 
