@@ -99,8 +99,8 @@ def weight_remarks(plan: PlanSpec) -> Iterator[str]:
     if rounded and ADDED_ERRORS[min(rounded)] > MOST_ADDED:
         yield (
             f"what {min(rounded)} bit adds is more than {percent(MOST_ADDED)} of the weights: a "
-            "checkpoint of AWQ, GPTQ or W4A16 with codes that are kept loses it once; --bits 8 16 "
-            "and more memory add less"
+            "checkpoint of AWQ, GPTQ or W4A16 with codes that are kept loses it once; --bits 6 8 "
+            "16 and more memory add less"
         )
 
 

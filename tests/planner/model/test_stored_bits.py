@@ -29,7 +29,7 @@ from planner.workload import Workload
 from quant.backends.table import backend_name
 from quant.checkpoint.stored_config import Scheme, StoredConfig
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS
+from quant.scheme import BITWIDTHS, FULL_BITS
 from tests.planner.plan_alone import find_plan
 
 LLAMA: dict[str, Any] = {
@@ -258,10 +258,12 @@ def test_one_device_keeps_codes_and_another_computes_in_16_bit() -> None:
         "computed in 16 bit lose nothing"
     )
     assert plan.solver.sensitivity == 0
-    lost = replace(plan, weights=PlannedWeights("fp8", 0, {8: 40, 4: 8}))
+    rounded = {bits: 1 for bits in BITWIDTHS if bits < FULL_BITS}
+    lost = replace(plan, weights=PlannedWeights("fp8", 0, rounded | {8: 40}))
     told, remedy = weight_remarks(lost)
     assert "fp8: 40 of 48 layers are rounded to 8 bit, which adds an error of up to 0.9" in told
-    assert "4 bit adds is more than 2.0" in remedy
+    assert all(f"1 of 48 layers are rounded to {bits} bit" in told for bits in (6, 5, 4, 3))
+    assert "3 bit adds is more than 2.0" in remedy
 
 
 @pytest.mark.parametrize("method", ["hqq", "exl3"])
