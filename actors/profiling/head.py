@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from actors.profiling.layers import WEIGHT_SCALE
 from actors.stage.model_config import with_layers
 from actors.stage.partial_model import empty_model
 from planner.profiles.design import LayerWorkload
-from quant.linear import LayerForm, prepack
+from quant.linear import LayerForm, prepack, quantize_linear
+from quant.loading.loader import module_nbytes
+from quant.scheme import NEAREST
 
 
 @dataclass(frozen=True)
@@ -25,18 +27,17 @@ class PreparedRows:
 
 
 class TimedHead:
-    """The LM head of `config` and the choice of the likeliest tokens, without a checkpoint. All of
-    its weights are equal, of which no time depends.
+    """The LM head of `config` and the choice of the likeliest tokens, without a checkpoint, by the
+    kernel that stages have for its shape. All of its weights are equal, of which no time depends.
     """
 
     def __init__(self, config: PretrainedConfig, form: LayerForm) -> None:
         like: nn.Linear = empty_model(with_layers(config, 1)).get_output_embeddings()
-        head = nn.Linear(like.in_features, like.out_features, bias=False, device="meta")
         weight = torch.full(like.weight.shape, WEIGHT_SCALE, dtype=form.dtype, device=form.device)
-        head.weight = nn.Parameter(weight, requires_grad=False)
         self._form, self._width = form, like.in_features
-        self._head = prepack(head, form.processor)
-        self.held_bytes = weight.nbytes
+        head = quantize_linear(weight, None, replace(form, backend=None, rounding=NEAREST))
+        self._head = prepack(head, form.processor) if isinstance(head, nn.Linear) else head
+        self.held_bytes = module_nbytes(self._head)
 
     def kv_bytes(self, workload: LayerWorkload) -> int:
         return 0

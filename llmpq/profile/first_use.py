@@ -41,7 +41,7 @@ from planner.profiles.design import DesignSpace, ProfileOptions
 from planner.profiles.rows import read_profiles, write_profiles
 from quant.common.errors import LlmpqError, SpecError
 from quant.common.files import user_cache_folder
-from quant.scheme import BITWIDTHS
+from quant.scheme import BITWIDTHS, HEAD_BITWIDTHS
 
 _STAT = Path("/proc/stat")
 _KINDS, _IDLE = 8, (3, 4)
@@ -184,6 +184,7 @@ def _times(device: Device, model: str, options: PlanOptions) -> str:
         "config": dict(config),
         "dtype": dtype,
         "bits": BITWIDTHS,
+        "head_bits": HEAD_BITWIDTHS,
         "threads": device.threads or 1,
         "beside": device.neighbours,
     }

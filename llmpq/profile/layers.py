@@ -19,7 +19,7 @@ from planner.profiles.rows import ProfileRow, read_profiles, write_profiles
 from planner.profiles.selection import applies
 from planner.scheduling import PHASES, Phase
 from quant.common.errors import SpecError
-from quant.scheme import FULL_BITS
+from quant.scheme import HEAD_BITWIDTHS
 
 if TYPE_CHECKING:
     from actors.profiling.task import ProfileState, ProfileTask
@@ -111,8 +111,8 @@ class Profile:
         options, dtype = self._options, device.compute_dtype(self._options.dtype)
         seconds = 0.0
         for kind in self.kinds:
-            latency = RooflineLatency(kind.shape)
             for bits, workloads in self._todo(kind, device, dtype).items():
+                latency = RooflineLatency(kind.shape.with_all(head_bits=bits))
                 for each in workloads:
                     sizes = (device, bits, each.batch_size, each.length, dtype)
                     if kind.is_head:
@@ -194,7 +194,7 @@ class Profile:
             planned = [LayerWorkload("decode", rows, 0) for rows in options.space.batch_sizes]
         return {
             bits: tuple(each for each in planned if (bits, each) not in done)
-            for bits in ((FULL_BITS,) if kind.is_head else options.bits)
+            for bits in (HEAD_BITWIDTHS if kind.is_head else options.bits)
         }
 
     def _new_rows(

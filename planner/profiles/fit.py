@@ -102,36 +102,38 @@ class FittedLatency(DerivedLatency):
         return found if measured is None else found._replace(computed_s=measured(tokens))
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """As measured of this LM head or, in proportion to its size, of another one; one of fewer
-        bits takes the share of that which the datasheet gives it.
+        """As measured of this LM head or, in proportion to its size, of another one; where none of
+        its bits was, by one of 16 and the share of that which the datasheet gives it.
         """
         if (device, dtype) not in self._heads:
             self._heads[device, dtype] = self._head_fit(device, dtype)
         return self._heads[device, dtype](rows)
 
-    def _full_head_s(self, device: Device, dtype: str, rows: int) -> float:
-        """The estimate of this head at 16 bit, as heads are profiled."""
-        full = RooflineLatency(self.shape.with_all(head_bits=FULL_BITS))
-        return full.final_s(device, rows, dtype)
-
     def _head_rows(self, device: Device, dtype: str) -> SelectedRows:
-        """Heads as layers of no kind, of which those of other models may be taken."""
+        """Heads as layers of no kind, of which those of other models may be taken: of its bits, or
+        of 16 where only these are of this very head.
+        """
         heads = tuple(
             replace(row, layer=replace(row.layer, kind=""))
             for row in self.profiles
             if row.layer.kind == HEAD
         )
         layer = replace(LayerTerms.of_head(self.shape), kind="")
-        return select_rows(heads, TimeQuery(device, dtype, layer, FULL_BITS, "decode"))
+        found = [
+            select_rows(heads, TimeQuery(device, dtype, layer, bits, "decode"))
+            for bits in (self.shape.head_bits, FULL_BITS)
+        ]
+        return min(found, key=lambda used: (not used.rows, used.problem is not None))
 
     def _head_fit(self, device: Device, dtype: str) -> Callable[[int], float]:
         used = self._head_rows(device, dtype)
         if not used.rows:
             return lambda rows: self.model.final_s(device, rows, dtype)
         layer = used.wanted.layer
+        measured = RooflineLatency(self.shape.with_all(head_bits=used.wanted.bits))
 
         def estimated(rows: int, _: int) -> LayerSeconds:
-            return LayerSeconds(0.0, self._full_head_s(device, dtype, rows))
+            return LayerSeconds(0.0, measured.final_s(device, rows, dtype))
 
         at_once = _tokens_at_once(device)
         task = FitTask(used.rows, "decode", layer, estimated, not used.problem, at_once)
@@ -139,7 +141,7 @@ class FittedLatency(DerivedLatency):
 
         def seconds(rows: int) -> float:
             share = self.model.final_s(device, rows, dtype)
-            share /= self._full_head_s(device, dtype, rows)
+            share /= measured.final_s(device, rows, dtype)
             return share * fitted.seconds(layer, rows, 0)
 
         return seconds

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.cluster.device import Device
-from planner.profiles.layer_terms import LayerTerms
+from planner.profiles.layer_terms import HEAD, LayerTerms
 from planner.profiles.rows import ProfileRow
 from planner.scheduling import PHASES, Phase
 from quant.backends.table import backend_name
@@ -107,9 +107,9 @@ class SelectedRows:
 def select_rows(profiles: Sequence[ProfileRow], wanted: TimeQuery) -> SelectedRows:
     """Select rows of the very layer where there are any, else those of other models' layers with
     attention to all tokens and one MLP; of these such as were taken beside as many busy CPUs as the
-    node has, or about as many.
+    node has, or about as many. Heads are no layers.
     """
-    left = profiles
+    left: Sequence[ProfileRow] = [row for row in profiles if row.layer.kind != HEAD]
     for condition in CONDITIONS:
         kept = [row for row in left if condition.holds(wanted, row)]
         if not kept:

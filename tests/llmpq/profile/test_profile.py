@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from planner.profiles.layer_terms import HEAD, LayerTerms
 from planner.profiles.links import LoadRow, links_beside, links_path, loading_path
 from planner.profiles.rows import read_profiles, read_table
 from planner.search.request import latency_model_of
+from quant.scheme import HEAD_BITWIDTHS
 from tests.actors.configs import STATE_CONFIGS
 from tests.actors.profiling.test_layers import TINY
 from tests.llmpq.commands import exit_code
@@ -67,7 +69,9 @@ def test_the_file_has_the_design_and_is_planned_with(
         .endswith(",attention_ms_per_layer,spread,repetitions,lengths,kind")
     )
     heads = [row for row in rows if row.layer.kind == HEAD]
-    assert sorted(row.batch_size for row in heads) == [*DesignSpace().batch_sizes]
+    sizes = DesignSpace().batch_sizes
+    assert {(r.bits, r.batch_size) for r in heads} == {*product(HEAD_BITWIDTHS, sizes)}
+    assert {r.backend for r in heads} == {"int6pack", "int8pack", "plain"}
     assert {row.layer.linear_parameters for row in heads} == {64 * TINY["vocab_size"]}
     rows = rows[: -len(heads)]
     assert len({(r.bits, workload_of(r)) for r in rows}) == len(rows) == 20
@@ -139,7 +143,7 @@ def test_a_spent_budget_says_how_many_points_remain(
     path = tmp_path / "p.csv"
     options = ["--model", model, "-o", str(path), "--budget_s", "1e-9", *SMALL]
     assert profile_main(options) == 0
-    assert "30 points remain" in capsys.readouterr().out
+    assert "50 points remain" in capsys.readouterr().out
     assert read_profiles(path) == ()
 
 
@@ -148,7 +152,7 @@ def test_a_ray_task_measures_the_cpu_of_a_cluster(model: str, tmp_path: Path) ->
     path = tmp_path / "p.csv"
     command = ["--model", model, "-o", str(path), "--cluster", str(tmp_path / "cluster.yaml")]
     assert profile_main([*command, *SMALL]) == 0
-    assert len(read_profiles(path)) == 30
+    assert len(read_profiles(path)) == 50
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ def test_kinds_of_layers_are_measured_and_planned_with(
     latency = latency_model_of(
         cluster, model_shape(str(folder)), PlanOptions(profiles=path, profile_use="measured")
     )
-    for row in rows[: -len(DesignSpace().batch_sizes)]:
+    for row in (each for each in rows if each.layer.kind != HEAD):
         own = latency.of_kind([LayerTerms.of(kind) for kind in kinds].index(row.layer))
         found = predicted_s(own, cluster.devices[0], row, "bfloat16")
         assert found == pytest.approx(row.seconds)
