@@ -51,6 +51,7 @@ from planner.workload import Workload
 from quant.backends.cuda import products as cuda_products
 from quant.backends.cuda import w8a8 as cuda_w8a8
 from quant.backends.cuda.driver import CudaError, assembler_log, compile_cuda, text_of
+from quant.scheme import BITWIDTHS
 from tests.actors.configs import CONFIGS, LAYERS
 from tests.actors.models import save_tiny
 from tests.actors.stage.test_launches import Waits, on_meta
@@ -72,7 +73,7 @@ BEFORE_SHARE = 0.78
 KERNEL_SOURCES = (
     ("attention", attention.SOURCE, {"HEAD_DIM": 128, "CODED": 0}),
     ("attention, 8-bit keys", attention.SOURCE, {"HEAD_DIM": 128, "CODED": 1}),
-    *((f"products, {bits} bit", cuda_products.SOURCE, {"BITS": bits}) for bits in (3, 4, 8)),
+    *((f"products, {bits} bit", cuda_products.SOURCE, {"BITS": bits}) for bits in BITWIDTHS[:-1]),
     ("products of codes, 8 bit", cuda_w8a8.SOURCE, {}),
     ("layers", cuda_layer.SOURCE, {"HEAD_DIM": 128, "CODED": 0, "HIDDEN_SIZE": 4096}),
 )
@@ -301,7 +302,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     names = tuple(MULTIPROCESSORS)
     gpus = ["V100-32G", "P100", "T4", "A100"]
     parser.add_argument("--gpus", nargs="+", choices=names, default=gpus)
-    parser.add_argument("--bits", nargs="+", type=int, choices=(3, 4, 8, 16), default=[4, 3, 8, 16])
+    parser.add_argument(
+        "--bits", nargs="+", type=int, choices=BITWIDTHS, default=[4, 3, 5, 6, 8, 16]
+    )
     parser.add_argument("--kv_bits", nargs="+", type=int, choices=(8, 16), default=[16, 8])
     parser.add_argument("--requests", nargs="+", type=int, default=[32, 8, 128])
     parser.add_argument("--tokens", type=int, default=1024)

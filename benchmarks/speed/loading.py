@@ -55,7 +55,7 @@ from quant.linear import LayerForm
 from quant.loading.cache_folder import ShardCache
 from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import load_layer, load_tensors, loading
-from quant.scheme import WEIGHTED
+from quant.scheme import BITWIDTHS, WEIGHTED
 
 CPU = torch.device("cpu")
 LOOK_EVERY_S = 0.005
@@ -374,7 +374,7 @@ def main() -> None:
         run_child(sys.argv[2:])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bits", nargs="+", type=int, choices=(3, 4, 8), default=[4, 3, 8])
+    parser.add_argument("--bits", nargs="+", type=int, choices=BITWIDTHS[:-1], default=[4, 3, 8])
     formats = ("awq", "gptq", "compressed-tensors")
     parser.add_argument("--stored", nargs="+", choices=formats, default=[])
     parser.add_argument("--gib", type=float, default=1.5, help="of decoder layers in bfloat16")

@@ -21,7 +21,7 @@ from planner.cluster.accelerators import registry
 from planner.cluster.device import CUDA_CONTEXT_BYTES
 from planner.option_rules import argument, flag
 from quant.common.units import GIB, KIB, MIB
-from quant.scheme import BITWIDTHS, FULL_BITS, Processor
+from quant.scheme import BITWIDTHS, FULL_BITS, HEAD_BITWIDTHS, Processor
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -112,6 +112,15 @@ def weight_bytes(shape: ModelShape, bits: int) -> int:
     return packed + 2 * (shape.total_parameters - linears)
 
 
+def head_bytes(shape: ModelShape, bits: int) -> int:
+    """Bytes of embedding and LM head at `bits` on one usual GPU."""
+    from planner.costs import stored_bytes
+
+    coded = shape.with_all(head_bits=bits)
+    embedding = stored_bytes.embedding_bytes(coded, _DTYPE, _USUAL_GPU, with_head=True)
+    return embedding + stored_bytes.head_bytes(coded, _DTYPE, _USUAL_GPU, on_first=True)
+
+
 def least_gpu_gib(shape: ModelShape, bits: int) -> int | None:
     """GiB of the smallest GPUs that all hold the model at `bits` and one request; None: no one."""
     needed = weight_bytes(shape, bits) + _REQUEST_TOKENS * _kv_bytes(shape) + _state_bytes(shape)
@@ -148,6 +157,7 @@ def _model_json(shape: ModelShape, name: str) -> dict[str, Any]:
         ],
         "stored_bits": None if shape.stored is None else shape.stored.bits,
         "weight_bytes": {str(bits): weight_bytes(shape, bits) for bits in reversed(BITWIDTHS)},
+        "head_bytes": {str(bits): head_bytes(shape, bits) for bits in reversed(HEAD_BITWIDTHS)},
         "gpu_gib": {str(bits): least_gpu_gib(shape, bits) for bits in reversed(BITWIDTHS)},
         "kv_bytes_per_token": _kv_bytes(shape),
         "state_bytes_per_request": _state_bytes(shape),
@@ -234,6 +244,9 @@ def _model_facts(shape: ModelShape, name: str) -> Iterable[tuple[str, str]]:
         size = least_gpu_gib(shape, bits)
         on = "" if size is None else f", on GPUs of {size} GiB"
         yield f"{bits} bit", f"{_short(weight_bytes(shape, bits) / GIB)} GiB of weights{full}{on}"
+    full, *fewer = (f"{_short(head_bytes(shape, b) / GIB)}" for b in reversed(HEAD_BITWIDTHS))
+    coded = (f"{size} in {b}" for size, b in zip(fewer, reversed(HEAD_BITWIDTHS[:-1]), strict=True))
+    yield "of which", f"{full} GiB of embedding and LM head; {', '.join(coded)} bit"
     yield "KV cache", f"{_kv_bytes(shape) / KIB:.4g} KiB a token in 16 bit"
     state = _state_bytes(shape)
     yield "states", f"{state / MIB:.4g} MiB a request" if state else ""

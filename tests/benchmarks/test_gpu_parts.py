@@ -104,7 +104,9 @@ def test_what_counts_as_wrong(
     assert (complaint is not None) == is_wrong
 
 
-@pytest.mark.parametrize("backend", ["cuda_3bit", "cuda_6bit", "cuda_8bit", "cuda_w8a8"])
+@pytest.mark.parametrize(
+    "backend", ["cuda_3bit", "cuda_5bit", "cuda_6bit", "cuda_8bit", "cuda_w8a8"]
+)
 def test_kernels_by_their_cpu_twins(backend: str, tmp_path: Path) -> None:
     content = found(kernels, backend, tmp_path)
     rows = content["tables"][0]["rows"]
@@ -196,7 +198,7 @@ def test_a_missing_library_is_no_failure_but_a_missing_file_of_ours_is(
 def test_memory_is_planned_to_the_byte(tmp_path: Path) -> None:
     rows = found(memory, "", tmp_path)["tables"][0]["rows"]
     exact = [row for row in rows if row[1] in ("weights", "KV cache")]
-    assert len(exact) == 4
+    assert len(exact) == 6
     assert all(row[2] == row[3] for row in exact)
 
 
@@ -259,8 +261,9 @@ def test_without_bitsandbytes_our_own_kernels_stand_in(
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda _: None)
     gpu = replace(models.local_processor(CPU), compute_capability=(9, 0))
     monkeypatch.setattr(models, "local_processor", lambda _: gpu)
-    found = models.backends_here(Place(tmp_path, tmp_path), (3, 4, 8, 16), "float16")
-    assert found == {3: "cuda_3bit", 4: "cuda_4bit", 8: "cuda_w8a8", 16: "plain"}
+    found = models.backends_here(Place(tmp_path, tmp_path), (3, 4, 5, 6, 8, 16), "float16")
+    own = {bits: f"cuda_{bits}bit" for bits in (3, 4, 5, 6)}
+    assert found == own | {8: "cuda_w8a8", 16: "plain"}
 
 
 def test_every_part_has_its_code() -> None:

@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.gpu.findings import Cell, Findings, Place
 from benchmarks.gpu.measurements.models import (
-    MIXED,
     backends_here,
     note_substitutes,
     quiet,
@@ -26,6 +25,7 @@ from benchmarks.speed.loading import (
 )
 from quant.common.units import MIB
 from quant.linear import dtype_name
+from quant.scheme import BITWIDTHS
 
 GB = 1e9
 ROUNDS = 2
@@ -39,7 +39,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
     write_checkpoint(tiny, config_of(1, 128, 96))
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     findings.note(f"the checkpoint has {stored / GB:.2f} GB in bfloat16, one file a layer")
-    bitwidths = tuple(reversed(MIXED))
+    bitwidths = tuple(reversed(BITWIDTHS))
     dtype = dtype_name(dtype_on(place.device))
     backends = backends_here(place, bitwidths, dtype)
     note_substitutes(findings, place, backends, dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +20,10 @@ from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from benchmarks.gpu.findings import Findings, Place
 from benchmarks.gpu.measurements.models import (
-    MIXED,
+    IN_TURN,
     accelerator_of,
     backends_here,
+    in_turn,
     note_substitutes,
     opt_checkpoint,
     planned_device,
@@ -36,7 +37,7 @@ from planner.model.finding import model_shape
 from planner.workload import MicroBatches, Workload
 from quant.common.units import MIB
 from quant.devices import local_processor
-from quant.scheme import FULL_BITS
+from quant.scheme import BITWIDTHS, FULL_BITS, HEAD_BITWIDTHS
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,15 @@ class _Sizes:
 
 
 def run(findings: Findings, place: Place, _: str) -> None:
-    """Load one stage of the whole model at 16 bit and mixed, prefill and decode at full size."""
+    """Load one stage of the whole model at 16 bit and mixed, its ends at 16 bit and at the fewest;
+    prefill and decode at full size.
+    """
     quiet()
     before = _used_before(findings, place)
     accelerator_of(place)
     folder, device = opt_checkpoint(place), planned_device(place)
     dtype = device.compute_dtype()
-    backends = backends_here(place, MIXED, dtype)
+    backends = backends_here(place, BITWIDTHS, dtype)
     note_substitutes(findings, place, backends, dtype)
     workload = Workload(*place.size((32, 512, 100), (2, 16, 4)))
     sizes = _Sizes(workload, place.size(8, 1), workload.global_batch)
@@ -68,15 +71,17 @@ def run(findings: Findings, place: Place, _: str) -> None:
         measured_over_planned="{:.3f}",
     )  # fmt: skip
     layers = model_shape(folder).layers
-    for name, bits in {
-        "16": [16] * layers,
-        "3/4/8/16": [MIXED[i % len(MIXED)] for i in range(layers)],
-    }.items():
-        planned = _planned(folder, device, dtype, bits, backends, sizes)
+    fewest = min(HEAD_BITWIDTHS)
+    for name, bits, ends in (
+        ("16", (FULL_BITS,) * layers, FULL_BITS),
+        (IN_TURN, in_turn(range(layers)), FULL_BITS),
+        (f"{IN_TURN}, embedding and head {fewest}", in_turn(range(layers)), fewest),
+    ):
         spec = StageSpec(
-            0, 1, range(layers), tuple(bits), dtype, workload.global_batch,
-            workload.total_length, workload.global_batch * workload.total_length, backends,
+            0, 1, range(layers), bits, dtype, workload.global_batch, workload.total_length,
+            workload.global_batch * workload.total_length, backends, head_bits=ends,
         )  # fmt: skip
+        planned = _planned(folder, device, spec, sizes)
         measured = _measured(spec, folder, place, sizes, before)
         release(place.device)
         for what, own in measured.items():
@@ -89,16 +94,10 @@ def run(findings: Findings, place: Place, _: str) -> None:
                 findings.complain(f"{name} bit: {what}: {own} bytes where the plan has {expected}")
 
 
-def _planned(
-    folder: Path,
-    device: Device,
-    dtype: str,
-    bits: Sequence[int],
-    backends: Mapping[int, str],
-    sizes: _Sizes,
-) -> dict[str, int]:
+def _planned(folder: Path, device: Device, spec: StageSpec, sizes: _Sizes) -> dict[str, int]:
     """Bytes by the planner's rules, under the names of `_measured`."""
-    shape = model_shape(folder)
+    shape, dtype = model_shape(folder).with_all(head_bits=spec.head_bits), spec.dtype
+    bits, backends = spec.bitwidths, spec.backends
     batches = MicroBatches(sizes.prefill, sizes.decode)
     work = StageWork(shape, sizes.workload, batches, dtype, quantized=min(bits) < FULL_BITS)
     fixed: StageMemory = fixed_stage_memory(work, device, StageEnds.of(0, 1))

@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from quant.backends.table import KERNEL_RULES, backend_name
 from quant.common.errors import SpecError
 from quant.common.units import GIB
 from quant.devices import local_processor
-from quant.scheme import LinearShape
+from quant.scheme import BITWIDTHS, LinearShape
 
-MIXED = (3, 4, 8, 16)
+IN_TURN = f"{'/'.join(map(str, BITWIDTHS))} in turn"
 DRY_MEMORY_GIB = 4
 
 
@@ -118,6 +118,11 @@ def note_substitutes(
                 f"{bits} bit runs with {used}, as bitsandbytes is missing; estimates are those "
                 f"of {preferred}"
             )
+
+
+def in_turn(layers: Iterable[int]) -> tuple[int, ...]:
+    """Bits of layers by their numbers: all there are, one after another."""
+    return tuple(BITWIDTHS[layer % len(BITWIDTHS)] for layer in layers)
 
 
 def requests_of(count: int, prompt: int, new_tokens: int, vocabulary: int) -> list[Request]:

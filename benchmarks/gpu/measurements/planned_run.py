@@ -1,7 +1,8 @@
 """A plan for this GPU, run in this process: what was predicted, and what it took.
 
-The OPT-1.3b-like model at each bitwidth, with 3, 4, 8 and 16 bit in turn from layer to layer, and
-as the planner mixes them where memory has room for part of the weights only.
+The OPT-1.3b-like model at each bitwidth, its embedding and LM head at each of theirs, with all bits
+in turn from layer to layer, and as the planner mixes them where memory has room for part of the
+weights only.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from actors.stage.stage import Stage
 from benchmarks.gpu.findings import Findings, Place, Table
 from benchmarks.gpu.measurements.layers import profile_of
 from benchmarks.gpu.measurements.models import (
-    MIXED,
+    IN_TURN,
     backends_here,
+    in_turn,
     note_substitutes,
     opt_checkpoint,
     opt_config,
@@ -41,7 +43,7 @@ from planner.search.find import find_plan
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
 from quant.devices import local_processor
-from quant.scheme import FULL_BITS
+from quant.scheme import BITWIDTHS, FULL_BITS, HEAD_BITWIDTHS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
 
@@ -89,7 +91,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
         else "part `layers` has left no profile: predictions are the datasheet's alone"
     )
     dtype = spec.devices[0].compute_dtype()
-    backends = backends_here(place, MIXED, dtype)
+    backends = backends_here(place, BITWIDTHS, dtype)
     note_substitutes(findings, place, backends, dtype)
     table = findings.table(
         f"{workload.global_batch} prompts of {workload.prompt_length} tokens, "
@@ -122,31 +124,38 @@ def plans(
     """The plans to run, each with its name and the cluster it was planned for."""
     shape = model_shape(folder)
     layers = shape.layers
-    uniform = {bits: fixed_plan(spec, folder, workload, [bits] * layers) for bits in MIXED}
-    for bits in reversed(MIXED):
+    uniform = {bits: fixed_plan(spec, folder, workload, [bits] * layers) for bits in BITWIDTHS}
+    for bits in reversed(BITWIDTHS):
         yield f"{bits}", uniform[bits], spec
-    mixed = [MIXED[i % len(MIXED)] for i in range(layers)]
-    yield "3/4/8/16 in turn", fixed_plan(spec, folder, workload, mixed), spec
+    for ends in reversed(HEAD_BITWIDTHS[:-1]):
+        plan = fixed_plan(spec, folder, workload, [FULL_BITS] * layers, ends)
+        yield f"{FULL_BITS}, embedding and head {ends}", plan, spec
+    yield IN_TURN, fixed_plan(spec, folder, workload, in_turn(range(layers))), spec
     memory = uniform[FULL_BITS].stages[0].memory
     room = memory.total - round((1 - WEIGHTS_WITH_ROOM) * memory.weights)
     tight = replace(spec, devices=(replace(spec.devices[0], memory_bytes=room),))
-    chosen = find_plan(tight, shape, str(folder), workload, PlanOptions(theta=1.0, bits=MIXED)).plan
+    chosen = find_plan(tight, shape, str(folder), workload, PlanOptions(theta=1.0)).plan
     yield _described(chosen), chosen, tight
 
 
 def fixed_plan(
-    spec: ClusterSpec, folder: Path, workload: Workload, bitwidths: Sequence[int]
+    spec: ClusterSpec,
+    folder: Path,
+    workload: Workload,
+    bitwidths: Sequence[int],
+    head_bits: int = FULL_BITS,
 ) -> PlanSpec:
     """The plan of these bitwidths on one device, in the micro-batches that suit it best."""
-    shape, options = model_shape(folder), PlanOptions(theta=0.0, bits=tuple(set(bitwidths)))
+    options = PlanOptions(theta=0.0, bits=tuple(set(bitwidths)), head_bits=(head_bits,))
+    shape = model_shape(folder)
     found = find_plan(spec, shape, str(folder), workload, options).plan
     return priced(costs_of(PlanningRequest(spec, shape, workload, options))[0], found, bitwidths)
 
 
 def predicted(spec: ClusterSpec, plan: PlanSpec, workload: Workload, profile: Path) -> Prediction:
     """Predict `plan` by the profile."""
-    bitwidths = plan.stages[0].bitwidths
-    options = PlanOptions(theta=0.0, bits=tuple(set(bitwidths)), profiles=profile)
+    bitwidths, ends = plan.stages[0].bitwidths, (plan.head_bits,)
+    options = PlanOptions(theta=0.0, bits=tuple(set(bitwidths)), head_bits=ends, profiles=profile)
     shape = model_shape(plan.model.source)
     costs, _ = costs_of(PlanningRequest(spec, shape, workload, options))
     return priced(costs, plan, bitwidths).predicted
@@ -199,9 +208,10 @@ def one_pass(plan: PlanSpec, stages: Sequence[Stage], requests: Sequence[Request
 
 
 def _described(plan: PlanSpec) -> str:
-    """Describe a plan for little memory: how many layers have which bits."""
-    counts = {bits: plan.stages[0].bitwidths.count(bits) for bits in MIXED}
-    return "planned: " + ", ".join(f"{n} at {bits}" for bits, n in counts.items() if n)
+    """Describe a plan for little memory: how many layers have which bits, and what its ends."""
+    counts = {bits: plan.stages[0].bitwidths.count(bits) for bits in BITWIDTHS}
+    layers = ", ".join(f"{n} at {bits}" for bits, n in counts.items() if n)
+    return f"planned: {layers}, embedding and head {plan.head_bits}"
 
 
 def _compare(

@@ -24,8 +24,9 @@ from actors.stage_group import GroupOptions, StageGroup
 from actors.transport import Transport
 from benchmarks.gpu.findings import Findings, NotRunError, Place, Table
 from benchmarks.gpu.measurements.models import (
-    MIXED,
+    IN_TURN,
     backends_here,
+    in_turn,
     note_substitutes,
     one_thread_a_stage,
     opt_checkpoint,
@@ -43,6 +44,7 @@ from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
 from planner.workload import Workload
+from quant.scheme import BITWIDTHS
 from tests.actors.configs import CONFIGS
 from tests.actors.models import random_prompts, reference, save_tiny
 
@@ -163,21 +165,21 @@ class _Actors:
             seconds, tokens = _generate(plan, folder, requests, transport, passes)
             count = sum(map(len, tokens.values()))
             self.findings.row(
-                table, "OPT-1.3b-like, 3/4/8/16 bit", transport, len(requests),
+                table, f"OPT-1.3b-like, {IN_TURN}", transport, len(requests),
                 workload.new_tokens, seconds, count / seconds, None,
             )  # fmt: skip
 
 
 def _mixed(plan: PlanSpec, place: Place, findings: Findings) -> PlanSpec:
-    """`plan` with 3, 4, 8 and 16 bit in turn, which need no more memory."""
+    """`plan` with all bits in turn, which need no more memory."""
     dtype = plan.stages[0].dtype
-    backends = backends_here(place, MIXED, dtype)
+    backends = backends_here(place, BITWIDTHS, dtype)
     note_substitutes(findings, place, backends, dtype)
     stages = tuple(
         replace(
             stage,
-            bitwidths=tuple(MIXED[i % len(MIXED)] for i in stage.layers),
-            backends={MIXED[i % len(MIXED)]: backends[MIXED[i % len(MIXED)]] for i in stage.layers},
+            bitwidths=in_turn(stage.layers),
+            backends={bits: backends[bits] for bits in in_turn(stage.layers)},
         )
         for stage in plan.stages
     )

@@ -108,7 +108,9 @@ def test_devices_here_are_those_that_the_driver_reports(
 
 def test_one_model_in_full_and_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "models", "qwen2.5-14b-instruct")
-    for part in ("Qwen/Qwen2.5-14B-Instruct", "14.8 billion", "27.5 GiB", "192 KiB a token"):
+    # Embedding and head are 2 x 152064 x 5120 weights.
+    ends = "2.90 GiB of embedding and LM head; 1.45 in 8, 1.18 in 6 bit"
+    for part in ("Qwen/Qwen2.5-14B-Instruct", "14.8 billion", "27.5 GiB", "192 KiB a token", ends):
         assert part in text
     text = " ".join(shown(capsys, "models", "qwen3.6-35b-a3b").split())
     for part in ("30 of", "linear attention, 256 experts of which a token asks 8", "10 of"):
@@ -135,6 +137,11 @@ def test_json_of_models_has_their_sizes(capsys: pytest.CaptureFixture[str]) -> N
         linears = sum(count * kind.layer_linear_parameters for kind, count in kinds)
         saved = (sizes["16"] - sizes["4"]) / linears
         assert 1.3 < saved < 1.5
+        ends = each["head_bytes"]
+        assert ends["16"] == 2 * (
+            shape.embedding_parameters + shape.head_parameters * (not shape.tied_embeddings)
+        )
+        assert ends["16"] > ends["8"] > ends["6"]
         assert each["active_parameters"] == shape.active_parameters
         assert sum(kind["layers"] for kind in each["kinds"]) == shape.layers
     by_name = {each["name"]: each for each in found}
