@@ -4,10 +4,10 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo_output
-# Whole files to each of three processes, as many tests wait for Ray: in the order of the tree, the long ones come before
+# Whole files to each of four processes, as many tests wait for Ray: in the order of the tree, the long ones come before
 # the many short ones.
 # The many processes that tests start compile our code once, also for who keeps Python from writing what it compiled.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
 	--durations 20 --durations-min 5
 
 .PHONY: install demo serve-demo test test-all check wheel gpu clean

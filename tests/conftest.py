@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import shutil
 import signal
 import tempfile
@@ -57,6 +58,11 @@ settings.load_profile("llmpq")
 gc.disable()  # next to nothing of what is imported and collected is garbage
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The wheel comes first: at the end of all, one process would build it and the others wait."""
+    items.sort(key=lambda item: item.path.name != "test_wheel.py")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: no search for garbage need look through it."""
     given = getattr(session.config, "workerinput", {})
@@ -72,14 +78,20 @@ SHARED = ExitStack()
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: Any, specs: list[Any]) -> None:
+    """Have all processes of pytest-xdist, and Ray's workers of theirs, be forks of one."""
+    folder = SHARED.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-"))
+    forks = SHARED.enter_context(closing(WorkerForks({})))
+    config.shared = {"shared_folder": folder, "worker_environment": forks.runtime_env}
+    program = Path(__file__).with_name("forked_process.py")
+    for spec in specs:
+        spec.python = f"{forks.runtime_env['py_executable']} {shlex.quote(str(program))}"
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Have all processes of pytest-xdist fork Ray's workers from one, and share compiled loops."""
-    config = node.config
-    if not hasattr(config, "shared"):
-        folder = SHARED.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-"))
-        forks = SHARED.enter_context(closing(WorkerForks({})))
-        config.shared = {"shared_folder": folder, "worker_environment": forks.runtime_env}
-    node.workerinput.update(config.shared)
+    """Tell a process of pytest-xdist what all of them share, compiled loops too."""
+    node.workerinput.update(node.config.shared)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
