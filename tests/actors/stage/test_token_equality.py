@@ -23,6 +23,8 @@ FEW_TOKENS = 8
 SPLITS = (0, LAYERS), (0, 1, LAYERS), (0, 2, 3, LAYERS)
 MADE_OF = ("granitemoe", "granitemoehybrid")
 """Families all of whose parts `granite` and `granitemoeshared` have."""
+MIXED = ("bloom", "mistral-sliding", "qwen3_5", "gemma4-shared", "gpt_oss", "deepseek_v3")
+"""Families whose tokens `test_mixed_batches.py` compares, of two stages too."""
 
 LAYOUTS = tuple(product(SPLITS, (False, True)))
 """Bounds of stages, and whether the LM head is on the first one."""
@@ -34,7 +36,7 @@ TWO_STAGES = (((0, 2, LAYERS), True),)
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        *((name, TWO_STAGES) for name in ALL if name not in ("llama", *MADE_OF)),
+        *((name, TWO_STAGES) for name in ALL if name not in ("llama", *MADE_OF, *MIXED)),
         ("llama", LAYOUTS),
         *(pytest.param(name, LAYOUTS, marks=pytest.mark.rare) for name in ALL),
     ],
