@@ -30,7 +30,7 @@ from planner.latency_bound.timeline import (
 )
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.plan.builder import Solution, solution_quality
-from planner.search.fitting import first_sets
+from planner.search.fitting import first_sets, unexplained
 from planner.search.in_flight import JobSearch
 from planner.workload import Job, MicroBatches, Workload
 from quant.common.errors import DoesNotFitError
@@ -156,7 +156,8 @@ def most_requests(costs: CostModel, job: Job, clock: Callable[[], float], sets: 
     one = costs.with_in_flight(job, 1)
     room = JobSearch(costs, job, clock)
     try:
-        return max(room.most(devices) for devices in itertools.islice(first_sets(one), sets))
+        fitting = itertools.islice(first_sets(one, unexplained), sets)
+        return max(room.most(devices) for devices in fitting)
     except DoesNotFitError:
         return 0
 

@@ -28,6 +28,9 @@ from quant.common.errors import DoesNotFitError, SpecError
 Fits = Callable[[AssignmentProblem], bool]
 """Whether a method has a plan for a problem; with more memory it has one too."""
 
+Refusal = Callable[[CostModel], DoesNotFitError]
+"""What is raised where no devices have a plan: `misfit`, or `unexplained`."""
+
 
 class SizedProblem(NamedTuple):
     devices: tuple[Device, ...]
@@ -117,12 +120,12 @@ def fits_somehow(costs: CostModel) -> bool:
     return any(placed.has_room(devices, sizes) for placed, devices, sizes in _smallest(costs))
 
 
-def fitting_sets(costs: CostModel) -> list[tuple[Device, ...]]:
+def fitting_sets(costs: CostModel, refusal: Refusal) -> list[tuple[Device, ...]]:
     """All devices, or the largest sets that have a plan if some may be out; `DoesNotFitError`."""
     if fits_somehow(costs):
         return [costs.cluster.devices]
     if costs.options.keep_all_devices:
-        raise misfit(costs)
+        raise refusal(costs)
     useful = _useful(costs)
     sets = [useful]
     while sets:
@@ -135,7 +138,12 @@ def fitting_sets(costs: CostModel) -> list[tuple[Device, ...]]:
             for dropped in (devices if len(devices) > 1 else ())
         )
         sets = [devices for devices in fewer if _fits_in_any_order(costs, devices)]
-    raise misfit(costs.on(useful))
+    raise refusal(costs.on(useful))
+
+
+def unexplained(_: CostModel) -> DoesNotFitError:
+    """The error without a reason, which takes longer to find than that nothing fits."""
+    return DoesNotFitError("the model does not fit")
 
 
 def misfit(costs: CostModel) -> DoesNotFitError:
@@ -245,15 +253,16 @@ def degrees_of(costs: CostModel) -> tuple[int, ...]:
     return (int(asked),)
 
 
-def first_sets(costs: CostModel) -> Iterator[tuple[Device, ...]]:
-    """Yield each grouping with its devices that fit; `DoesNotFitError` where there is none."""
+def first_sets(costs: CostModel, refusal: Refusal = misfit) -> Iterator[tuple[Device, ...]]:
+    """Yield each grouping with its devices that fit; the `refusal` where there is none."""
     if costs.options.tensor_parallel == 1:
-        yield from fitting_sets(costs)
+        yield from fitting_sets(costs, refusal)
         return
+    of_one = unexplained if costs.options.tensor_parallel == AUTO else refusal
     found = set[Hashable]()
     for grouped in groupings(costs):
         try:
-            sets = distinct_sets(fitting_sets(costs.on(grouped)))
+            sets = distinct_sets(fitting_sets(costs.on(grouped), of_one))
         except DoesNotFitError:
             if costs.options.tensor_parallel != AUTO:
                 raise
@@ -262,7 +271,7 @@ def first_sets(costs: CostModel) -> Iterator[tuple[Device, ...]]:
         found |= new.keys()
         yield from new.values()
     if not found:
-        raise misfit(costs)
+        raise refusal(costs)
 
 
 def groupings(costs: CostModel) -> list[tuple[Device, ...]]:

@@ -18,7 +18,7 @@ from planner.profiles.perplexity_fit import perplexity_bound
 from planner.scheduling import BOUNDED
 from planner.search.baselines import baseline_fits
 from planner.search.candidates import Candidates
-from planner.search.fitting import first_sets
+from planner.search.fitting import first_sets, unexplained
 from planner.search.pareto import within_bounds
 from planner.search.request import (
     PlanningRequest,
@@ -110,7 +110,7 @@ def rounded_up(value: float) -> float:
 
 
 def _fits(request: PlanningRequest) -> bool:
-    return _succeeds(request, lambda costs: bool(next(first_sets(costs))))
+    return _succeeds(request, lambda costs: bool(next(first_sets(costs, unexplained))))
 
 
 def _plans(request: PlanningRequest) -> bool:

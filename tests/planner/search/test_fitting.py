@@ -234,10 +234,7 @@ def test_logits_of_the_whole_batch_need_not_fit() -> None:
         }
 
 
-def test_devices_that_hold_nothing_are_left_out_however_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("planner.search.remedies.MOST_MORE_DEVICES", 2)  # more do not help either
+def test_devices_that_hold_nothing_are_left_out_however_many() -> None:
     big, *small = ClusterSpec.from_counts(["A100-80GB", "T4", "P100"], [1, 1, 1]).devices
     useless = tuple(replace(device, memory_bytes=2**28) for device in small)
     cluster = replace(ClusterSpec.from_counts(["T4"], [1]), devices=(big, *useless))
