@@ -88,6 +88,8 @@ def use_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExpertWeights, "asked_products", lambda *_: True)
     monkeypatch.setattr(ExpertWeights, "multiply_asked", multiplied)
     monkeypatch.setattr("actors.stage.decode_graphs.cuda_recorder", lambda _: record)
+    # loops that numba compiles are none of torch's operations
+    monkeypatch.setattr("quant.backends.cpu.widened.is_known", lambda _: False)
 
 
 def multiplied(
