@@ -11,8 +11,9 @@ from tests.paths import ROOT
 
 COMPILE = """
 import sys, torch
-from actors.profiling.loops import compiled_beside
-with compiled_beside(torch.bfloat16):
+from actors.profiling import loops
+loops.BITWIDTHS = (4, 16)  # of loops for others there are as many
+with loops.compiled_beside(torch.bfloat16):
     assert "transformers" not in sys.modules  # which is imported meanwhile
 """
 
