@@ -330,6 +330,7 @@ def test_codes_are_decoded_by_a_compiled_loop_as_by_torch(
     x = torch.randn(130, 256, generator=draws).bfloat16()
     packed, decoded = kind.from_weight(weight, torch.bfloat16, CPU), []
     monkeypatch.setattr(int4_few, "warm_up", lambda *_: None)  # seconds of compiling
+    monkeypatch.setattr(int4_layout, "prefers_float32", lambda *_: False)
     packed.warm_up(256, torch.bfloat16)
     product, linear = torch.mm, torch.nn.functional.linear
     monkeypatch.setattr(torch, "mm", lambda a, b: decoded.append(b.t().clone()) or product(a, b))
